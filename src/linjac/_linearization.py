@@ -1,0 +1,302 @@
+"""The linearization of a function at one point: a pytree, an operator, and the checks at its door."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Never
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from linjac._directions import bytes_per_direction, chunk_limit, from_batch, from_identity, sweep, sweep_eagerly
+from linjac._errors import ModeError, PointError, TangentError, compose
+from linjac._operator import Operator
+from linjac._options import check_chunk_size, check_memory_budget
+from linjac._program import Data, Program, alive
+from linjac._space import Space
+from linjac._tree import align, in_trace, is_inexact, is_key, short, type_of
+
+STORED, RECOMPUTE = "stored", "recompute"
+
+
+class Linearization(Operator):
+    r"""The derivative of a function at one point, as a linear map: made by `linjac.linearize_many`.
+
+    With J of shape (m, n), rows being outputs and columns inputs,
+
+    - `linear_fn(*tangents)` is J v, `linear_fn.many(*batches)` that for every direction of a batch;
+    - `linear_fn.transpose(c)` is Jᵀ c, `linear_fn.transpose_many(cs)` that for every cotangent of a batch;
+    - `linear_fn.primals` is the point, and `linear_fn.check_point` compares with it.
+
+    It is a pytree whose leaves are arrays (point, constants, residuals), so it can be passed to and returned from
+    `jax.jit`, `jax.vmap`, `jax.lax.scan` and the rest. At two points of one signature the treedefs are equal, so
+    nothing is compiled anew. It costs no call of the function to apply one that is stored; one that recomputes (see
+    `strategy`) costs about two a direction chunk.
+    """
+
+    __slots__ = ("__weakref__", "_checked", "_data", "_program", "_strategy", "_traced")
+    __module__ = "linjac"
+
+    def __init__(self, data: Data, program: Program, strategy: str, *, checked: bool = True) -> None:
+        """Made by `linjac.linearize_many`, not by hand."""
+        self._data = data
+        self._program = program
+        self._strategy = strategy
+        self._checked = checked
+        self._traced: bool | None = None
+
+    # products ---------------------------------------------------------------------------------------------------------
+    def __call__(self, *tangents: Any) -> Any:
+        """J v: the tangent of the outputs along one direction.
+
+        Args:
+            *tangents: One tree for each differentiated argument, with exactly its structure, shapes and dtypes. A
+                leaf that cannot move (integer, bool, PRNG key, no array) takes None, or a float0 zero.
+
+        Returns:
+            A tree like the function's output (float0 zeros at integer outputs, as `jax.jvp` gives).
+
+        Raises:
+            TangentError: The tangents do not fit the point; the text names every leaf that is wrong.
+            PointError: The point was donated to another computation.
+        """
+        program = self._program
+        flat = program.inputs.flatten("linear_fn", tangents)
+        return program.outputs.unflatten_with_zeros("linear_fn", self._product("forward", "linear_fn", flat))
+
+    def many(self, *tangents: Any, chunk_size: int | None = None, memory_budget: int | None = None) -> Any:
+        """J V: the tangents of the outputs along every direction of a batch.
+
+        Args:
+            *tangents: As for a single direction, with one more leading axis on every leaf: the direction.
+            chunk_size: Directions at a time under `vmap`; 1 runs without `vmap`. By default chosen from
+                `memory_budget`.
+            memory_budget: Bytes of scratch to stay within; by default 16 MiB, but at least 16 directions.
+
+        Returns:
+            A tree like the function's output, with the axis of directions in front of every leaf.
+
+        Raises:
+            TangentError: A leaf has no such axis, the axes disagree, or the rest does not fit the point.
+        """
+        who = "linear_fn.many"
+        limits = check_chunk_size(who, chunk_size), check_memory_budget(who, memory_budget)
+        return self._many(who, tangents, limits)
+
+    def transpose(self, cotangent: Any) -> tuple[Any, ...]:
+        """Jᵀ c: the cotangent of the point, from the same residuals. No conjugation (`rmatvec` is Jᴴ c).
+
+        Args:
+            cotangent: A tree like the function's output; None (or float0) at integer outputs.
+
+        Returns:
+            A tuple with one tree for each differentiated argument, as from `jax.vjp`; None at leaves that cannot move.
+
+        Raises:
+            TangentError: The cotangent does not fit the output.
+            ModeError: The function has no reverse direction.
+        """
+        program = self._program
+        flat = program.outputs.flatten("linear_fn.transpose", cotangent)
+        return program.inputs.unflatten("linear_fn.transpose", self._product("reverse", "linear_fn.transpose", flat))
+
+    def transpose_many(
+        self, cotangents: Any, *, chunk_size: int | None = None, memory_budget: int | None = None
+    ) -> tuple[Any, ...]:
+        """Jᵀ C: the cotangents of the point for every cotangent of a batch; arguments as for `many`."""
+        who = "linear_fn.transpose_many"
+        limits = check_chunk_size(who, chunk_size), check_memory_budget(who, memory_budget)
+        return self._transpose_many(who, cotangents, limits)
+
+    # the point --------------------------------------------------------------------------------------------------------
+    @property
+    def primals(self) -> tuple[Any, ...]:
+        """The point: all positional arguments of the function, differentiated or not."""
+        args, _ = self._program.layout.unflatten(self._data.point)
+        return args[self._program.layout.shift :]
+
+    def check_point(self, *primals: Any) -> None:
+        """Raise unless these are the point of this linearization, value for value (NaN equals NaN).
+
+        Raises:
+            PointError: A leaf moved; the text names it. Also inside a trace, where values cannot be known.
+        """
+        who = "linear_fn.check_point"
+        mine = jax.tree_util.tree_flatten_with_path(self.primals)
+        theirs = jax.tree_util.tree_flatten_with_path(primals)
+        if mine[1] != theirs[1]:
+            raise PointError(compose(who, "this is not the point: the structure differs", [f"expected {mine[1]}"]))
+        leaves = [(path, a, b) for (path, a), (_, b) in zip(mine[0], theirs[0], strict=True)]
+        if in_trace([leaf for _, *pair in leaves for leaf in pair]):
+            what = "the point cannot be compared inside a trace, where values are not known"
+            raise PointError(compose(who, what, remedy="call it outside jax.jit, jax.vmap and jax.grad"))
+        bad = [f"primals{jax.tree_util.keystr(path)}: {_change(a, b)}" for path, a, b in leaves if not _same(a, b)]
+        if bad:
+            raise PointError(compose(who, "this is not the point of the linearization", bad, "linearize again there"))
+
+    # what it is -------------------------------------------------------------------------------------------------------
+    @property
+    def strategy(self) -> str:
+        """`"stored"`: products use stored residuals. `"recompute"`: they run the function again and keep nothing."""
+        return self._strategy
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes kept beside the point and the function's own constants: 0 where products recompute."""
+        return self._program.residual_bytes if self._strategy == STORED else 0
+
+    def __repr__(self) -> str:
+        """One line with shapes, never values."""
+        inputs, outputs = (_summary(space.avals) for space in (self._program.inputs, self._program.outputs))
+        m, n = self.shape
+        return f"Linearization({m} x {n}: {inputs} -> {outputs}, {self._strategy} {self.residual_bytes} B)"
+
+    def __reduce__(self) -> Never:
+        """Not picklable: compiled programs are not."""
+        raise TypeError(
+            compose("Linearization", "it cannot be pickled", remedy="pickle the point, and linearize again at it")
+        )
+
+    def __copy__(self) -> "Linearization":
+        return Linearization(self._data, self._program, self._strategy, checked=self._checked)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Linearization":
+        data = jax.tree.map(jnp.copy, self._data)
+        return Linearization(data, self._program, self._strategy, checked=self._checked)
+
+    # inside -----------------------------------------------------------------------------------------------------------
+    def _verify(self) -> None:
+        """Refuse data of other shapes than were traced: a linearization that was made under vmap, used without it."""
+        program, data = self._program, self._data
+        wanted = [*program.point_types, *(program.residual_types if self._strategy == STORED else ())]
+        have = [*data.point, *(data.residuals if self._strategy == STORED else ())]
+        for leaf, aval in zip(have, wanted, strict=True):
+            if np.shape(leaf) != aval.shape:
+                what = "made under jax.vmap (or stacked), and used without it"
+                line = f"a leaf is {short(leaf)} where the function was linearized at {short(aval)}"
+                raise TangentError(compose("linear_fn", what, [line], "apply it under jax.vmap too"))
+        self._checked = True
+
+    def _ready(self, flat: list[Any]) -> tuple[Data, list[Any]]:
+        """Data and vector, of one kind where an enclosing shard_map tells devices apart."""
+        if not self._checked:
+            self._verify()
+        data = self._data
+        if self._traced is None:
+            self._traced = in_trace(*data)
+        if self._traced or in_trace(flat):
+            point, constants, residuals, flat = align(*data, flat)
+            data = Data(point, constants, residuals)
+        return data, flat
+
+    def _apply(self, direction: str) -> Callable[[Data, Sequence[Any]], list[Any]]:
+        program = self._program
+        if self._strategy == STORED:
+            return program.push if direction == "forward" else program.pull
+        return program.jvp if direction == "forward" else program.vjp
+
+    def _product(self, direction: str, who: str, flat: list[Any]) -> list[Any]:
+        data, flat = self._ready(flat)
+        if direction == "reverse":
+            self._need_reverse(who, data)
+        return alive(who, self._program.run, (direction, self._strategy), self._apply(direction), data, flat)
+
+    def _many(self, who: str, tangents: tuple[Any, ...], limits: tuple[int | None, int | None]) -> Any:
+        flat, count = self._program.inputs.flatten_batch(who, tangents)
+        outs = self._sweep("forward", who, flat, count, limits)
+        return self._program.outputs.unflatten_with_zeros(who, outs, (count,))
+
+    def _transpose_many(self, who: str, cotangents: Any, limits: tuple[int | None, int | None]) -> tuple[Any, ...]:
+        flat, count = self._program.outputs.flatten_batch(who, cotangents)
+        return self._program.inputs.unflatten(who, self._sweep("reverse", who, flat, count, limits))
+
+    def _products(self, direction: str, who: str, batch: list[Any] | None, count: int) -> list[Any]:
+        return self._sweep(direction, who, batch, count, (None, None))
+
+    def _spaces(self) -> tuple[Space, Space]:
+        return self._program.inputs, self._program.outputs
+
+    def _is_single(self) -> bool:
+        return len(self._program.layout.argnums) == 1
+
+    def _need_reverse(self, who: str, data: Data) -> None:
+        if not self._program.can("reverse", data):
+            raise mode_error(who, "this function has no reverse direction", self._program, "use forward products")
+
+    def _sweep(
+        self,
+        direction: str,
+        who: str,
+        batch: list[Any] | None,
+        count: int,
+        limits: tuple[int | None, int | None],
+    ) -> list[Any]:
+        """Products with every direction of a batch, or with the rows of the identity where there is none."""
+        data, flat = self._ready(batch or [])
+        batch = None if batch is None else flat
+        if direction == "reverse":
+            self._need_reverse(who, data)
+        program, apply = self._program, self._apply(direction)
+        limit = chunk_limit(bytes_of_direction(program, direction), *limits)
+        ends = (program.inputs, program.outputs) if direction == "forward" else (program.outputs, program.inputs)
+        mapped = sweep if program.compiled else sweep_eagerly
+
+        def run(data: Data, batch: list[Any] | None) -> list[Any]:
+            take = from_identity(ends[0].avals) if batch is None else from_batch(batch)
+            like = [*data.point, *data.constants, *data.residuals, *(batch or ())]
+            return mapped(lambda vector: apply(data, vector), take, ends[1].avals, count, limit, like)
+
+        key = ("sweep", direction, self._strategy, count, limit, batch is None)
+        return alive(who, program.run, key, run, data, batch)
+
+
+def bytes_of_direction(program: Program, direction: str) -> int:
+    """Estimated scratch of one direction of a sweep."""
+    kernel = program.kernel
+    ends = sum(aval.size * aval.dtype.itemsize for space in (program.inputs, program.outputs) for aval in space.avals)
+    if kernel is None or not (program.inputs.size and program.outputs.size):
+        return 4 * ends
+    jaxpr = kernel.pushforward if direction == "forward" else kernel.pullback
+    return max(ends, bytes_per_direction(jaxpr, len(kernel.residual_types)))
+
+
+def mode_error(who: str, what: str, program: Program, remedy: str) -> ModeError:
+    """A ModeError that names every obstacle and is raised from the first one."""
+    lines = [f"{name}: {type(err).__name__}: {_first_line(err)}" for name, err in program.obstacles.items()]
+    error = ModeError(compose(who, what, lines, remedy))
+    error.__cause__ = next(iter(program.obstacles.values()), None)
+    return error
+
+
+def _first_line(err: Exception) -> str:
+    lines = str(err).strip().splitlines()
+    return lines[0][:200] if lines else "(no message; a derivative rule that is not linear in its tangent does this)"
+
+
+def _same(mine: Any, theirs: Any) -> bool:
+    ours, other = type_of(mine), type_of(theirs)
+    if ours is None or other is None:
+        return ours is other and type(mine) is type(theirs) and bool(mine == theirs)
+    if ours.shape != other.shape or ours.dtype != other.dtype:
+        return False
+    if is_key(ours):
+        return bool(jnp.array_equal(jax.random.key_data(mine), jax.random.key_data(theirs)))
+    return bool(jnp.array_equal(mine, theirs, equal_nan=is_inexact(ours)))
+
+
+def _change(mine: Any, theirs: Any) -> str:
+    return "moved" if short(mine) == short(theirs) else f"expected {short(mine)}, got {short(theirs)}"
+
+
+def _summary(avals: Sequence[Any]) -> str:
+    return ", ".join(map(short, avals)) if len(avals) <= 3 else f"{short(avals[0])} and {len(avals) - 1} more"
+
+
+def _flatten(linear_fn: Linearization) -> tuple[tuple[Any, ...], tuple[Program, str]]:
+    return tuple(linear_fn._data), (linear_fn._program, linear_fn._strategy)  # pyright: ignore[reportPrivateUsage]
+
+
+def _unflatten(static: tuple[Program, str], children: tuple[Any, ...]) -> Linearization:
+    return Linearization(Data(*children), *static, checked=False)
+
+
+jax.tree_util.register_pytree_node(Linearization, _flatten, _unflatten)

@@ -1,0 +1,335 @@
+"""The public functions of one point and many directions: linearize, or push and pull batches and keep nothing."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, overload
+
+from linjac import _eager
+from linjac._arguments import Call, refuse_strings, take_apart
+from linjac._errors import ModeError, TangentError, compose
+from linjac._linearization import RECOMPUTE, STORED, Linearization, mode_error
+from linjac._memory import memory_of
+from linjac._options import (
+    check_callable,
+    check_choice,
+    check_chunk_size,
+    check_count,
+    check_flag,
+    check_memory_budget,
+)
+from linjac._program import Data, Program, TracedProgram, alive
+from linjac._tracing import ByValue, Output, trace
+from linjac._tree import rebuild, short
+
+type Strategy = Literal["auto", "stored", "recompute"]
+
+
+@overload
+def linearize_many(
+    fun: Callable[..., Any],
+    *primals: Any,
+    argnums: int | Sequence[int] | None = None,
+    has_aux: Literal[False] = False,
+    jit: bool = True,
+    strategy: Strategy = "auto",
+    residual_budget: int | None = None,
+) -> tuple[Any, Linearization]: ...
+@overload
+def linearize_many(
+    fun: Callable[..., Any],
+    *primals: Any,
+    argnums: int | Sequence[int] | None = None,
+    has_aux: Literal[True],
+    jit: bool = True,
+    strategy: Strategy = "auto",
+    residual_budget: int | None = None,
+) -> tuple[Any, Linearization, Any]: ...
+def linearize_many(
+    fun: Callable[..., Any],
+    *primals: Any,
+    argnums: int | Sequence[int] | None = None,
+    has_aux: bool = False,
+    jit: bool = True,
+    strategy: Strategy = "auto",
+    residual_budget: int | None = None,
+) -> tuple[Any, ...]:
+    r"""Linearize a function once, at one point, for many directions.
+
+    Returns f(x) and the map v ↦ J v, J = ∂f/∂x at x. Use it where one point serves several directions, in either
+    direction; use `linjac.jvp_many` for a batch of directions too large to keep a linearization for. Costs one call
+    of `fun` (its program is traced once for each signature, and compiled), and none at a new point of the same
+    signature.
+
+    Args:
+        fun: The function. `functools.partial` objects and callable pytrees (equinox modules) are taken apart, so
+            that their arrays are arguments.
+        *primals: The point. Array leaves and Python floats are traced; other leaves are static, and must be hashable.
+        argnums: The positions to differentiate; None for all. The other arguments are fixed: a new array there does not
+            retrace.
+        has_aux: Whether `fun` returns a pair (value, aux); aux is any object.
+        jit: False runs op by op, and always sees the function as it is now.
+        strategy: `"stored"` keeps residuals; `"recompute"` keeps the point alone and pushes through `fun` at every
+            product; `"auto"` stores while the residuals fit `residual_budget`.
+        residual_budget: Bytes of residuals to store at most; by default half the memory of the device (on CPU, of the
+            host). They are known from the trace, before any is allocated (`linjac.residual_bytes`).
+
+    Returns:
+        `(value, linear_fn)`, or `(value, linear_fn, aux)`; `linear_fn` is a `linjac.Linearization`.
+
+    Raises:
+        ModeError: No forward direction can be had; every obstacle is named.
+        TypeError: `fun` is not callable, a whole primal is a string, a static argument cannot be hashed.
+        ValueError: `argnums` is out of range, an option has a wrong value.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import linjac
+        >>> value, linear_fn = linjac.linearize_many(
+        ...     lambda x: jnp.stack([x[0] ** 2 + x[1], x[0] * x[1]]), jnp.array([2.0, 3.0])
+        ... )
+        >>> print(value, linear_fn(jnp.array([1.0, 0.0])), linear_fn.transpose(jnp.array([1.0, 0.0])))
+        [7. 6.] [4. 3.] (Array([4., 1.], dtype=float32),)
+        >>> linear_fn
+        Linearization(2 x 2: f32[2] -> f32[2], stored 0 B)
+    """
+    who = "linearize_many"
+    _check_options(who, has_aux=has_aux, jit=jit)
+    check_choice(who, "strategy", strategy, ("auto", STORED, RECOMPUTE))
+    budget = check_count(who, "residual_budget", residual_budget, "half the memory")
+    call = _take_apart(who, fun, primals, argnums)
+    value, linear_fn, aux = _linearize(who, call, has_aux=has_aux, jit=jit, strategy=strategy, budget=budget)
+    return (value, linear_fn, aux()) if has_aux else (value, linear_fn)
+
+
+def residual_bytes(fun: Callable[..., Any], *primals: Any, argnums: int | Sequence[int] | None = None) -> int:
+    """Bytes that a stored linearization of `fun` at `primals` would keep beside the point and its constants.
+
+    Known from the trace: nothing is computed or allocated, and the program is the one that `linjac.linearize_many`
+    uses.
+
+    Args:
+        fun: The function.
+        *primals: The point, or `jax.ShapeDtypeStruct`s.
+        argnums: The positions to differentiate; None for all.
+
+    Returns:
+        The bytes; 0 for a function that JAX can only push forward.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import linjac
+        >>> linjac.residual_bytes(lambda x: jnp.sin(x).sum(), jnp.ones(1000))
+        4000
+    """
+    who = "residual_bytes"
+    _check_options(who)
+    call = _take_apart(who, fun, primals, argnums)
+    traced = trace(who, call)
+    if isinstance(traced, ByValue):
+        done = _eager.linearize(who, call, has_aux=False, stored=True)
+        traced.warn()
+        return done.program.residual_bytes
+    return traced.program.residual_bytes
+
+
+def jvp_many(
+    fun: Callable[..., Any],
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    argnums: int | Sequence[int] | None = None,
+    has_aux: bool = False,
+    chunk_size: int | None = None,
+    memory_budget: int | None = None,
+    jit: bool = True,
+) -> Any:
+    """J V for a batch of directions, keeping nothing: `jax.vmap` over `jax.jvp`, a chunk at a time.
+
+    Use it for one large batch at one point; `linjac.linearize_many` where batches follow each other. Costs one call
+    of `fun` and its tangent program for each chunk.
+
+    Args:
+        fun: The function.
+        primals: The point: a tuple, as for `jax.jvp`.
+        tangents: A tuple with one tree for each differentiated argument, with one more leading axis on every leaf: the
+            direction.
+        argnums: The positions to differentiate; None for all.
+        has_aux: Whether `fun` returns a pair (value, aux).
+        chunk_size: Directions at a time; 1 runs without `vmap`. By default chosen from `memory_budget`.
+        memory_budget: Bytes of scratch; by default 16 MiB, but at least 16 directions.
+        jit: False runs op by op.
+
+    Returns:
+        The tangents of the outputs, the axis of directions in front; `(tangents_out, aux)` with `has_aux`.
+
+    Raises:
+        TangentError: The tangents do not fit the primals.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import linjac
+        >>> print(linjac.jvp_many(jnp.sin, (jnp.zeros(2),), (jnp.eye(2),)))
+        [[1. 0.]
+         [0. 1.]]
+    """
+    who = "jvp_many"
+    batches = _check_tuple(who, "tangents", tangents)
+    linear_fn, aux = _transient(who, fun, primals, argnums, has_aux=has_aux, jit=jit)
+    limits = check_chunk_size(who, chunk_size), check_memory_budget(who, memory_budget)
+    out = linear_fn._many(who, batches, limits)  # pyright: ignore[reportPrivateUsage]
+    return (out, aux()) if has_aux else out
+
+
+def vjp_many(
+    fun: Callable[..., Any],
+    primals: Sequence[Any],
+    cotangents: Any,
+    *,
+    argnums: int | Sequence[int] | None = None,
+    has_aux: bool = False,
+    chunk_size: int | None = None,
+    memory_budget: int | None = None,
+    jit: bool = True,
+) -> Any:
+    """Jᵀ C for a batch of cotangents, keeping nothing: `jax.vmap` over a `jax.vjp`, a chunk at a time.
+
+    The residuals are scratch of the one compiled call. Costs one call of `fun` and one transposed program for each
+    chunk.
+
+    Args:
+        fun: The function.
+        primals: The point: a tuple, as for `jax.jvp`.
+        cotangents: A tree like the output, with one more leading axis on every leaf.
+        argnums: The positions to differentiate; None for all.
+        has_aux: Whether `fun` returns a pair (value, aux).
+        chunk_size: Cotangents at a time; 1 runs without `vmap`. By default chosen from `memory_budget`.
+        memory_budget: Bytes of scratch; by default 16 MiB, but at least 16 cotangents.
+        jit: False runs op by op.
+
+    Returns:
+        A tuple with one tree for each differentiated argument, the axis of cotangents in front; `(cotangents_in,
+        aux)` with `has_aux`.
+
+    Raises:
+        TangentError: The cotangents do not fit the output.
+        ModeError: The function has no reverse direction.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import linjac
+        >>> print(*linjac.vjp_many(jnp.sum, (jnp.zeros(3),), jnp.array([1.0, 2.0])))
+        [[1. 1. 1.]
+         [2. 2. 2.]]
+    """
+    who = "vjp_many"
+    linear_fn, aux = _transient(who, fun, primals, argnums, has_aux=has_aux, jit=jit)
+    limits = check_chunk_size(who, chunk_size), check_memory_budget(who, memory_budget)
+    out = linear_fn._transpose_many(who, cotangents, limits)  # pyright: ignore[reportPrivateUsage]
+    return (out, aux()) if has_aux else out
+
+
+# the work behind them -------------------------------------------------------------------------------------------------
+def _check_options(who: str, *, has_aux: object = False, jit: object = True) -> None:
+    check_flag(who, "has_aux", has_aux)
+    check_flag(who, "jit", jit)
+
+
+def _check_tuple(who: str, name: str, value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, tuple | list):
+        raise TangentError(
+            compose(who, f"{name} must be a tuple with one entry for each argument, got {short(value)}", remedy="")
+        )
+    return tuple(value)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+
+
+def _take_apart(who: str, fun: Callable[..., Any], primals: Sequence[Any], argnums: Any) -> Call:
+    check_callable(who, fun)
+    refuse_strings(who, primals, argnums)
+    return take_apart(who, "primals", fun, tuple(primals), {}, argnums)
+
+
+def _transient(
+    who: str, fun: Callable[..., Any], primals: Sequence[Any], argnums: Any, *, has_aux: bool, jit: bool
+) -> tuple[Linearization, Callable[[], Any]]:
+    _check_options(who, has_aux=has_aux, jit=jit)
+    call = _take_apart(who, fun, _check_tuple(who, "primals", primals), argnums)
+    _, linear_fn, aux = _linearize(who, call, has_aux=has_aux, jit=jit, strategy=RECOMPUTE, budget=None, value=has_aux)
+    return linear_fn, aux
+
+
+def _linearize(
+    who: str,
+    call: Call,
+    *,
+    has_aux: bool,
+    jit: bool,
+    strategy: str,
+    budget: int | None,
+    value: bool = True,
+) -> tuple[Any, Linearization, Callable[[], Any]]:
+    """Value, linearization and a thunk for aux."""
+    traced = trace(who, call, has_aux=has_aux) if jit else None
+    if traced is None or isinstance(traced, ByValue):
+        done = _linearize_eagerly(who, call, has_aux=has_aux, strategy=strategy)
+        if traced is not None:
+            traced.warn()
+        return done
+    program, output, constants, point = traced
+    _need_movement(who, program)
+    everything = Data(point, constants, [])
+    _need_forward(who, program, everything)
+    outs: list[Any] = []
+    if _choose(program, strategy, budget, point) == STORED:
+        outs, fresh = alive(who, program.run, "stage", program.stage, constants, point)
+        data = Data(point, [constants[i] for i in program.kept_constants], fresh)
+        linear_fn = Linearization(data, program, STORED)
+    else:
+        outs = alive(who, program.run, "value", program.value, constants, point) if value else []
+        linear_fn = Linearization(everything, program, RECOMPUTE)
+    return _value(who, output, outs), linear_fn, lambda: output.rebuild_aux(outs)
+
+
+def _linearize_eagerly(
+    who: str, call: Call, *, has_aux: bool, strategy: str
+) -> tuple[Any, Linearization, Callable[[], Any]]:
+    done = _eager.linearize(who, call, has_aux=has_aux, stored=strategy != RECOMPUTE)
+    _need_movement(who, done.program)
+    _need_forward(who, done.program, done.data)
+    linear_fn = Linearization(done.data, done.program, STORED if done.program.kernel is not None else RECOMPUTE)
+    return _value(who, done.output, done.outs), linear_fn, lambda: done.output.rebuild_aux(done.outs)
+
+
+def _value(who: str, output: Output, outs: list[Any]) -> Any:
+    if not outs and output.value.total:
+        return None
+    leaves = [None if number is None else outs[number] for number in output.value.numbers]
+    return rebuild(who, output.value.treedef, leaves)
+
+
+def _choose(program: TracedProgram, strategy: str, budget: int | None, point: list[Any]) -> str:
+    if program.kernel is None:
+        return RECOMPUTE
+    if strategy != "auto":
+        return strategy
+    limit = memory_of(point) // 2 if budget is None else budget
+    return STORED if program.residual_bytes <= limit else RECOMPUTE
+
+
+def _need_movement(who: str, program: Program) -> None:
+    """A point that has leaves, none of which can move, is a mistake (an empty tree is not)."""
+    leaves = [leaf for leaf in program.inputs.leaves if leaf.aval is not None]
+    if leaves and not program.inputs.avals:
+        bad = [f"{leaf.name.replace('tangents', 'primals', 1)}: {short(leaf.aval)}" for leaf in leaves]
+        raise TypeError(
+            compose(who, "nothing here can move", bad, "only floating and complex leaves do: cast to float")
+        )
+
+
+def _need_forward(who: str, program: Program, data: Data) -> None:
+    if program.kernel is not None and program.kernel.collectives:
+        what = "fun reduces over a mapped axis, so the two directions would answer different questions"
+        remedy = "linearize outside: apply linjac to the mapped function, jax.vmap(fun) or jax.shard_map(fun)"
+        raise ModeError(compose(who, what, program.kernel.collectives, remedy))
+    if not program.can("forward", data):
+        raise mode_error(
+            who, "this function has no forward direction", program, "use jax.vjp, or give the function a jvp rule"
+        )

@@ -1,0 +1,90 @@
+"""Options of the public functions: checked at the call, in our own words, before any work.
+
+This module must not know trees or programs.
+"""
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from linjac._errors import compose
+
+
+def _integer(value: object) -> int | None:
+    """The value as an int where it is a true integer (numpy's too), else None."""
+    if isinstance(value, bool | np.bool_):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def check_count(who: str, name: str, value: object, default: str) -> int | None:
+    """A positive integer, or None for the default."""
+    if value is None:
+        return None
+    count = _integer(value)
+    if count is None:
+        shown = value if isinstance(value, int | float | np.number) else type(value).__name__
+        raise TypeError(compose(who, f"{name} must be a positive int or None ({default}), got {shown}"))
+    if count < 1:
+        raise ValueError(compose(who, f"{name} must be a positive int or None ({default}), got {count}"))
+    return count
+
+
+def check_chunk_size(who: str, value: object) -> int | None:
+    """Directions per sweep."""
+    return check_count(who, "chunk_size", value, "chosen from memory_budget")
+
+
+def check_memory_budget(who: str, value: object) -> int | None:
+    """Bytes of scratch for sweeps."""
+    return check_count(who, "memory_budget", value, "16 MiB")
+
+
+def check_flag(who: str, name: str, value: object) -> bool:
+    """A true bool; anything else is a misplaced argument."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(compose(who, f"{name} must be True or False, got {type(value).__name__}"))
+    return bool(value)
+
+
+def check_choice(who: str, name: str, value: object, choices: Iterable[str]) -> str:
+    """One of the given words."""
+    choices = tuple(choices)
+    if not (isinstance(value, str) and value in choices):
+        shown = repr(value) if isinstance(value, str) else type(value).__name__
+        allowed = ", ".join(repr(choice) for choice in choices)
+        raise ValueError(compose(who, f"{name} must be one of {allowed}, got {shown}"))
+    return value
+
+
+def check_callable(who: str, fun: object) -> None:
+    """`fun` can be called."""
+    if not callable(fun):
+        raise TypeError(compose(who, f"fun must be callable, got {type(fun).__name__}"))
+
+
+def check_argnums(who: str, argnums: Any, count: int) -> tuple[int, ...]:
+    """Positions as non-negative ints: numpy integers count as ints, negative ones from the end."""
+    if argnums is None:
+        return tuple(range(count))
+    single = _integer(argnums)
+    if single is None and not isinstance(argnums, Iterable):
+        raise TypeError(compose(who, f"argnums must be an int or a sequence of ints, got {type(argnums).__name__}"))
+    positions: list[int] = []
+    for item in (argnums,) if single is not None else argnums:
+        position = _integer(item)
+        if position is None:
+            raise TypeError(compose(who, f"argnums must hold ints, got {type(item).__name__}"))
+        if not -count <= position < count:
+            raise ValueError(compose(who, f"argnums={position} is out of range for {count} positional arguments"))
+        positions.append(position % count)
+    if not positions:
+        raise ValueError(compose(who, "argnums names no position, so there is nothing to differentiate"))
+    if len(set(positions)) < len(positions):
+        raise ValueError(compose(who, f"argnums names a position twice: {tuple(positions)}"))
+    return tuple(positions)

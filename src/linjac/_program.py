@@ -1,0 +1,317 @@
+"""The program of one function at one signature: value, residual recipe and linear program, traced once, without data.
+
+A `Program` is static: it holds jaxprs without constants, types and names, and is compared by identity, so that
+linearizations at different points of one function have equal treedefs and compile nothing anew. Its data (constants,
+point, residuals) are always arguments. It must not know the cache that keeps it, nor the public objects.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import Literal
+
+from linjac._arguments import Call, Layout
+from linjac._constants import Jaxpr, evaluate, surface
+from linjac._errors import PointError, compose
+from linjac._kernel import Kernel
+from linjac._residuals import Recipe, Source, recipe
+from linjac._space import COTANGENT, TANGENTS, Leaf, Space
+from linjac._tree import PyTreeDef, bytes_of, is_inexact, is_none, key_paths, type_of
+
+
+class Data(NamedTuple):
+    """What a linearization holds: all arrays, nothing static."""
+
+    point: list[Any]  # the traced arguments
+    constants: list[Any]  # what the function closes over, as far as it is needed
+    residuals: list[Any]  # the fresh ones; the rest is point and constants again
+
+
+class Outputs(NamedTuple):
+    """The output tree of a traced function, described by its leaves (None included)."""
+
+    treedef: PyTreeDef
+    names: tuple[str, ...]
+    numbers: tuple[int | None, ...]  # place among the flat outputs, None for None
+    total: int
+
+
+def describe_outputs(value: Any) -> Outputs:
+    """Describe a tree of arrays."""
+    leaves, treedef = jax.tree_util.tree_flatten(value, is_leaf=is_none)
+    counter = itertools.count()
+    numbers = tuple(None if leaf is None else next(counter) for leaf in leaves)
+    return Outputs(treedef, tuple(key_paths(value, "cotangent")), numbers, next(counter))
+
+
+def alive(who: str, run: Callable[..., Any], *args: Any) -> Any:
+    """Run, saying in our own words that an array was deleted."""
+    try:
+        return run(*args)
+    except RuntimeError as err:
+        if "deleted" not in str(err):
+            raise
+        what = "an array of the point has been deleted (donated to another computation)"
+        raise PointError(compose(who, what, remedy="linearize again, or do not donate the point")) from err
+
+
+class Program:
+    """What a linearization knows of its function, whether traced or run op by op."""
+
+    compiled: bool
+    kept_constants: tuple[int, ...] = ()
+
+    def __init__(self, layout: Layout, inputs: Space, outputs: Space) -> None:
+        self.layout = layout
+        self.inputs = inputs
+        self.outputs = outputs
+        self.kernel: Kernel | None = None
+        self.obstacles: dict[str, Exception] = {}
+        self.sources: tuple[Source, ...] = ()
+        self.residual_types: tuple[Any, ...] = ()
+        self.point_types: tuple[Any, ...] = ()
+        self._jitted: dict[Any, Callable[..., Any]] = {}
+        self._settled: dict[str, bool] = {}
+
+    # products: pure functions of the data -----------------------------------------------------------------------------
+    def push(self, data: Data, tangents: Sequence[Any]) -> list[Any]:
+        """J v from stored residuals."""
+        assert self.kernel is not None
+        return self.kernel.push(self._residuals(data), tangents)
+
+    def pull(self, data: Data, cotangents: Sequence[Any]) -> list[Any]:
+        """Jᵀ c from stored residuals."""
+        assert self.kernel is not None
+        return self.kernel.pull(self._residuals(data), cotangents)
+
+    def jvp(self, data: Data, tangents: Sequence[Any]) -> list[Any]:
+        """J v through the function itself: nothing is kept. `data.constants` are all of them."""
+        raise NotImplementedError
+
+    def vjp(self, data: Data, cotangents: Sequence[Any]) -> list[Any]:
+        """Jᵀ c with the residuals computed on the way. `data.constants` are all of them."""
+        raise NotImplementedError
+
+    def _residuals(self, data: Data) -> list[Any]:
+        """All residuals in the order of the linear program."""
+        raise NotImplementedError
+
+    @functools.cached_property
+    def residual_bytes(self) -> int:
+        """Bytes of the fresh residuals: what a stored linearization keeps beside its point and constants."""
+        return sum(map(bytes_of, self.residual_types))
+
+    # which directions there are ---------------------------------------------------------------------------------------
+    def can(self, direction: str, data: Data) -> bool:
+        """Whether "forward" or "reverse" works; where not, `obstacles` says why. Nothing is computed."""
+        known = self._settled.get(direction)
+        if known is None:
+            known = self._settled[direction] = self._try(direction, data)
+        return known
+
+    def _try(self, direction: str, data: Data) -> bool:
+        try:
+            if direction == "forward" and self.kernel is None:
+                jax.eval_shape(self.jvp, data, list(self.inputs.avals))
+            elif direction == "forward":
+                _ = self.kernel.pushforward if self.kernel is not None and self.inputs.avals else None
+            elif self.kernel is None:
+                return False
+            elif self.inputs.size and self.outputs.size:
+                _ = self.kernel.pullback
+        except Exception as err:
+            self.obstacle(direction, err)
+            return False
+        return True
+
+    def obstacle(self, direction: str, err: Exception) -> None:
+        """Remember why a direction cannot be had, without the frames (and their arrays) that the error saw."""
+        err.__traceback__ = err.__context__ = err.__cause__ = None
+        self.obstacles[direction] = err
+
+    # compiled forms ---------------------------------------------------------------------------------------------------
+    def run(self, key: Any, function: Callable[..., Any], *args: Any) -> Any:
+        """Call `function(*args)`, compiled once for each `key`; op by op where the program is not compiled."""
+        if not self.compiled:
+            return function(*args)
+        jitted = self._jitted.get(key)
+        if jitted is None:
+            jitted = self._jitted.setdefault(key, jax.jit(function))
+        return jitted(*args)
+
+
+class TracedProgram(Program):
+    """The program of a function traced at one signature."""
+
+    compiled = True
+
+    def __init__(self, call: Call, primal: Jaxpr, constants: Sequence[Any], outputs: Outputs) -> None:
+        types = [var.aval for var in primal.invars][len(constants) :]
+        inputs, self.moving = input_space(call, types)
+        space, self.out_moving = output_space(outputs, [_type_of_var(var) for var in primal.outvars])
+        super().__init__(call.layout, inputs, space)
+        self.point_types = tuple(types)
+        self.primal = primal
+        self._own_count = len(constants)
+        self._added = 0
+
+    # construction ---------------------------------------------------------------------------------------------------
+    def linearize(self, constants: Sequence[Any], point: Sequence[Any]) -> list[Any]:
+        """Trace the linear program; returns the constants that it needs beyond those of the function.
+
+        These come first among the constants from here on. A function that `jax.linearize` refuses keeps no linear
+        program; the refusal is an obstacle.
+        """
+        try:
+            staged, shape = jax.make_jaxpr(self._linearized, return_shape=True)(list(constants), list(point))
+        except Exception as err:
+            self.obstacle("linearize", err)
+            return []
+        residuals, treedef = jax.tree_util.tree_flatten(shape[1])
+        skip = len(staged.outvars) - len(residuals)
+        stage, extra = surface(staged, [*constants, *point])
+        types = [var.aval for var in stage.outvars[skip:]]
+
+        def apply(held: list[Any], tangents: list[Any]) -> list[Any]:
+            return jax.tree_util.tree_unflatten(treedef, held)(*tangents)
+
+        traced = jax.make_jaxpr(apply)(types, list(self.inputs.avals))
+        linear, captured = surface(traced, [*types, *self.inputs.avals])
+        self.kernel = Kernel(linear, self.inputs.avals, self.outputs.avals)
+        captured = self._lift() + captured
+        plan = recipe(stage, skip)
+        self._stage, self._skip, self._fresh = stage, skip, plan.positions
+        self._captured, self._added = len(captured), len(captured) + len(extra)
+        self.residual_types = plan.types
+        added = captured + extra
+        self.sources = _shared(plan, len(captured), [*added, *constants])
+        count = self._added + self._own_count
+        self.kept_constants = tuple(sorted({s.place for s in self.sources if not s.fresh and s.place < count}))
+        return added
+
+    def _lift(self) -> list[Any]:
+        """The constants of custom backward rules; a rule that does not transpose has none to give."""
+        assert self.kernel is not None
+        try:
+            return self.kernel.lift_constants()
+        except Exception as err:
+            self.obstacle("reverse", err)
+            return []
+
+    def _linearized(self, constants: list[Any], point: list[Any]) -> tuple[list[Any], Any]:
+        def moved(*tangible: Any) -> tuple[list[Any], list[Any]]:
+            outs = self.value(constants, self._at(point, tangible))
+            return [outs[i] for i in self.out_moving], outs
+
+        if not self.moving:
+            zeros = [jax.numpy.zeros(aval.shape, aval.dtype) for aval in self.outputs.avals]
+            return self.value(constants, point), jax.tree_util.Partial(_constant, zeros)
+        _, linear, outs = jax.linearize(moved, *[point[i] for i in self.moving], has_aux=True)
+        return outs, linear
+
+    # evaluation: pure functions of the data ---------------------------------------------------------------------------
+    def _at(self, point: Sequence[Any], tangible: Sequence[Any]) -> list[Any]:
+        moved = list(point)
+        for i, leaf in zip(self.moving, tangible, strict=True):
+            moved[i] = leaf
+        return moved
+
+    def _own(self, constants: Sequence[Any]) -> Sequence[Any]:
+        """The constants of the function itself, without those that linearizing added."""
+        return constants[self._added :]
+
+    def value(self, constants: Sequence[Any], point: Sequence[Any]) -> list[Any]:
+        """The outputs of the function, aux arrays last."""
+        return evaluate(self.primal, [], *self._own(constants), *point)
+
+    def stage(self, constants: Sequence[Any], point: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The outputs and the fresh residuals."""
+        outs = evaluate(self._stage, [], *constants[self._captured :], *point)
+        return outs[: self._skip], [outs[self._skip + i] for i in self._fresh]
+
+    def _residuals(self, data: Data) -> list[Any]:
+        place = {index: k for k, index in enumerate(self.kept_constants)}
+        count = self._added + self._own_count
+
+        def find(fresh: bool, index: int) -> Any:
+            if fresh:
+                return data.residuals[index]
+            return data.constants[place[index]] if index < count else data.point[index - count]
+
+        return [find(*source) for source in self.sources]
+
+    def jvp(self, data: Data, tangents: Sequence[Any]) -> list[Any]:
+        """J v by pushing through the function itself: nothing is kept. `data.constants` are all of them."""
+        if self.kernel is not None and self.kernel.is_custom:
+            return self.push(self._recomputed(data), tangents)
+
+        def moved(*tangible: Any) -> list[Any]:
+            outs = self.value(data.constants, self._at(data.point, tangible))
+            return [outs[i] for i in self.out_moving]
+
+        if not self.moving:
+            return [jax.numpy.zeros(aval.shape, aval.dtype) for aval in self.outputs.avals]
+        return jax.jvp(moved, tuple(data.point[i] for i in self.moving), tuple(tangents))[1]
+
+    def vjp(self, data: Data, cotangents: Sequence[Any]) -> list[Any]:
+        """Jᵀ c with the residuals computed on the way. `data.constants` are all of them."""
+        return self.pull(self._recomputed(data), cotangents)
+
+    def _recomputed(self, data: Data) -> Data:
+        _, fresh = self.stage(data.constants, data.point)
+        return data._replace(constants=[data.constants[i] for i in self.kept_constants], residuals=fresh)
+
+
+def _shared(plan: Recipe, captured: int, constants: Sequence[Any]) -> tuple[Source, ...]:
+    """Number the arguments as (constants, point), captured ones being residuals too; each buffer is used once."""
+    first: dict[int, int] = {}
+    for i, value in enumerate(constants):
+        first.setdefault(id(value), i)
+    sources = [Source(False, i) for i in range(captured)]
+    sources += [source if source.fresh else Source(False, source.place + captured) for source in plan.sources]
+    return tuple(
+        Source(False, first[id(constants[source.place])])
+        if not source.fresh and source.place < len(constants)
+        else source
+        for source in sources
+    )
+
+
+def _constant(zeros: list[Any], *_: Any) -> list[Any]:
+    return zeros
+
+
+def input_space(call: Call, types: Sequence[Any]) -> tuple[Space, list[int]]:
+    """The space of tangents, and the places of its moving leaves among the traced leaves."""
+    treedef, rows = call.selected("tangents")
+    moving: list[int] = []
+    leaves: list[Leaf] = []
+    for name, place in rows:
+        aval = None if place is None else types[place]
+        slot = None
+        if place is not None and is_inexact(aval):
+            slot = len(moving)
+            moving.append(place)
+        leaves.append(Leaf(name, aval, slot))
+    return Space(TANGENTS, treedef, leaves), moving
+
+
+def _type_of_var(var: Any) -> Any:
+    return type_of(var.val) if isinstance(var, Literal) else var.aval
+
+
+def output_space(outputs: Outputs, types: Sequence[Any]) -> tuple[Space, list[int]]:
+    """The space of cotangents, and the places of its moving leaves among the flat outputs."""
+    moving: list[int] = []
+    leaves: list[Leaf] = []
+    for name, number in zip(outputs.names, outputs.numbers, strict=True):
+        aval = None if number is None else types[number]
+        slot = None
+        if number is not None and is_inexact(aval):
+            slot = len(moving)
+            moving.append(number)
+        leaves.append(Leaf(name, aval, slot))
+    return Space(COTANGENT, outputs.treedef, leaves), moving

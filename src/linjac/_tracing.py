@@ -1,0 +1,320 @@
+"""Trace a function once for each signature, and keep the program for as long as the function lives.
+
+The cache holds functions weakly. An entry is valid while its guard holds (see `_guard`); a program within it is found
+by JAX's own trace cache, whose jaxpr is the same object for the same types in the same context (precision, x64, mesh,
+named axes). What a function captures from an enclosing trace is read anew at every call.
+"""
+
+import collections
+import functools
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from linjac._arguments import TRACED, Call, Layout, Target
+from linjac._constants import surface
+from linjac._errors import PerformanceWarning, compose
+from linjac._guard import Guard
+from linjac._program import Outputs, TracedProgram, alive, describe_outputs
+from linjac._tree import PyTreeDef, align, in_trace, is_none, key_paths, short, type_of, varying_axes
+
+RETRACES = 4  # traces of one code location at one signature before the warning
+SIGNATURES = 256  # programs kept for one function
+
+CONTROL_FLOW = (jax.errors.ConcretizationTypeError, jax.errors.NonConcreteBooleanIndexError)
+_PACKAGE = os.path.dirname(__file__) + os.sep
+
+
+class Output(NamedTuple):
+    """What a traced function returned, beside arrays."""
+
+    value: Outputs
+    aux: PyTreeDef
+    aux_statics: tuple[Any, ...]  # one entry a leaf: its value, or TRACED
+
+    def rebuild_aux(self, outs: Sequence[Any]) -> Any:
+        """The aux of one call from its flat outputs."""
+        leaves = iter(outs[self.value.total :])
+        statics = [next(leaves) if static is TRACED else static for static in self.aux_statics]
+        return jax.tree_util.tree_unflatten(self.aux, statics)
+
+
+class _Static:
+    """A pytree without leaves: carries an `Output` out of a trace."""
+
+    def __init__(self, output: Output) -> None:
+        self.output = output
+
+
+jax.tree_util.register_pytree_node(_Static, lambda node: ((), node), lambda node, _: node)
+
+
+class Traced(NamedTuple):
+    """A program with the data of one call."""
+
+    program: TracedProgram
+    output: Output
+    constants: list[Any]
+    point: list[Any]
+
+
+def warn(text: str) -> None:
+    """A PerformanceWarning that points at the first line outside linjac."""
+    warnings.warn(text, PerformanceWarning, stacklevel=2, skip_file_prefixes=(_PACKAGE,))
+
+
+# one signature --------------------------------------------------------------------------------------------------------
+def call_flat(who: str, fun: Callable[..., Any], layout: Layout, has_aux: bool, leaves: Sequence[Any]) -> Any:
+    """Call the function on flat traced leaves: flat outputs (aux arrays last) and an `Output`."""
+    args, kwargs = layout.unflatten(leaves)
+    value = fun(*args, **kwargs)
+    aux = None
+    if has_aux:
+        if not (isinstance(value, tuple | list) and len(value) == 2):
+            what = f"has_aux=True needs fun to return a pair (value, aux), got {type(value).__name__}"
+            raise TypeError(compose(who, what))
+        value, aux = value
+    outs = [None if leaf is None else _as_array(leaf) for leaf in jax.tree.leaves(value, is_leaf=is_none)]
+    if any(out is _NO_ARRAY for out in outs):
+        given = zip(key_paths(value, "output"), jax.tree.leaves(value, is_leaf=is_none), strict=True)
+        bad = [f"{name}: {short(leaf)}" for name, leaf in given if leaf is not None and type_of(leaf) is None]
+        raise TypeError(compose(who, "fun returned something that is no array", bad, "return it as aux"))
+    aux_leaves, aux_tree = jax.tree_util.tree_flatten(aux)
+    statics = tuple(TRACED if isinstance(leaf, jax.Array) else leaf for leaf in aux_leaves)
+    output = Output(describe_outputs(value), aux_tree, statics)
+    arrays = [leaf for leaf in aux_leaves if isinstance(leaf, jax.Array)]
+    return [out for out in outs if out is not None] + arrays, _Static(output)
+
+
+_NO_ARRAY = object()
+
+
+def _as_array(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array):
+        return leaf
+    return _NO_ARRAY if type_of(leaf) is None else jnp.asarray(leaf)
+
+
+class _Record(NamedTuple):
+    """One traced program, kept under the jaxpr that JAX's trace cache returned."""
+
+    jaxpr: Any
+    program: TracedProgram
+    output: Output
+    constants: list[Any] | None  # None: captured from an enclosing trace, read anew at every call
+    added: list[Any]  # constants beyond those of the trace
+
+
+class _Signature:
+    """One function with one layout of its arguments: traces once for each set of types and context."""
+
+    def __init__(self, who: str, target: Target, layout: Layout, has_aux: bool) -> None:
+        anchor, owner = _weak(target.anchor), _weak(target.owner)
+        is_tree = target.is_tree
+
+        def flat(*leaves: Any) -> Any:
+            fun = Target(anchor(), owner(), is_tree).bind()
+            return call_flat(who, fun, layout, has_aux, leaves)
+
+        self.jitted = jax.jit(flat)
+        self.records: dict[int, _Record] = {}
+        self.by_value = ""  # the error's name once Python control flow on values was met: op by op from now on
+        self.warned = False
+
+    def trace(self, call: Call) -> Traced:
+        """The program for this call, from the cache or new."""
+        point = align(call.traced)[0]
+        traced = self.jitted.trace(*point)
+        captured = list(traced.closure_convert()[0])
+        if any(map(varying_axes, captured)):  # inside shard_map: the point has to vary where a captured value does
+            point = align(point, captured)[0]
+            traced = self.jitted.trace(*point)
+            captured = list(traced.closure_convert()[0])
+        jaxpr = traced.jaxpr
+        record = self.records.get(id(jaxpr))
+        if record is None or record.jaxpr is not jaxpr:
+            output: Output = traced.out_info[1].output
+            record, constants = _build(call._replace(traced=point), jaxpr, output, captured)
+            if not in_trace(record.added):
+                self.records[id(jaxpr)] = record
+        else:
+            constants = record.constants if record.constants is not None else [*record.added, *captured]
+        return Traced(record.program, record.output, constants, point)
+
+
+def _build(call: Call, jaxpr: Any, output: Output, captured: list[Any]) -> tuple[_Record, list[Any]]:
+    """Trace the linear program of a new signature."""
+    opened, hidden = surface(jaxpr.replace(consts=None), [*captured, *call.traced])
+    constants = [*hidden, *captured]
+    program = TracedProgram(call, opened, constants, output.value)
+    added = program.linearize(constants, call.traced)
+    added, hidden, captured = map(_arrays, (added, hidden, captured))
+    constants = [*added, *hidden, *captured]
+    record = _Record(jaxpr, program, output, None if in_trace(captured) else constants, [*added, *hidden])
+    return record, constants
+
+
+def _arrays(constants: Sequence[Any]) -> list[Any]:
+    if in_trace(constants):
+        return list(constants)
+    with jax.ensure_compile_time_eval():
+        return [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in constants]
+
+
+# the cache ------------------------------------------------------------------------------------------------------------
+def _weak(value: Any) -> Callable[[], Any]:
+    """A weak reference where the object allows it (None and a few builtins do not)."""
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return functools.partial(_identity, value)
+
+
+def _identity(value: Any) -> Any:
+    return value
+
+
+class _Entry:
+    """What is known of one function: its guard and its signatures."""
+
+    def __init__(self) -> None:
+        self.guard: Guard | None = None
+        self.signatures: collections.OrderedDict[Any, _Signature] = collections.OrderedDict()
+        self.lock = threading.RLock()
+
+    def signature(self, who: str, call: Call, has_aux: bool) -> _Signature:
+        """The signature of a call, found or made; all of them are dropped when the guard fails."""
+        key = (call.key, has_aux)
+        if self.guard is not None and not self.guard.holds():
+            with self.lock:
+                self.signatures.clear()
+                self.guard = None
+        found = self.signatures.get(key)
+        if found is not None:
+            return found
+        with self.lock:
+            found = self.signatures.get(key)
+            if found is not None:
+                return found
+            found = self.signatures[key] = _Signature(who, call.target, call.layout, has_aux)
+            while len(self.signatures) > SIGNATURES:
+                self.signatures.popitem(last=False)
+            return found
+
+
+_lock = threading.RLock()
+_entries: dict[tuple[int, int], tuple[Callable[[], Any], Callable[[], Any], _Entry]] = {}
+
+
+def _entry(target: Target) -> _Entry:
+    key = (id(target.anchor), id(target.owner))
+    found = _entries.get(key)
+    if found is not None and found[0]() is target.anchor and found[1]() is target.owner:
+        return found[2]
+    entry = _Entry()
+    try:
+        anchor: Callable[[], Any] = weakref.ref(target.anchor, functools.partial(_forget, key))
+        owner: Callable[[], Any] = (
+            weakref.ref(target.owner, functools.partial(_forget, key)) if target.owner is not None else _nothing
+        )
+    except TypeError:
+        return entry  # cannot be held weakly: not kept
+    with _lock:
+        found = _entries.get(key)
+        if found is not None and found[0]() is target.anchor and found[1]() is target.owner:
+            return found[2]
+        _entries[key] = (anchor, owner, entry)
+    return entry
+
+
+def _nothing() -> None:
+    return None
+
+
+def _forget(key: tuple[int, int], reference: Any) -> None:
+    found = _entries.get(key)
+    if found is not None and reference in (found[0], found[1]):
+        _entries.pop(key, None)
+
+
+# repeated retraces ----------------------------------------------------------------------------------------------------
+_traces: collections.Counter[Any] = collections.Counter()
+_REMEMBERED = 100_000
+
+
+def _code(target: Target) -> Any:
+    """The code object of a function, or of the class of a callable object."""
+    kind = target.anchor if isinstance(target.anchor, type) else type(target.anchor)
+    return getattr(target.anchor, "__code__", None) or getattr(vars(kind).get("__call__"), "__code__", None)
+
+
+def _place(code: Any) -> str:
+    return f"{code.co_filename}:{code.co_firstlineno}"
+
+
+def _count(call: Call) -> None:
+    """Count the traces of one code location at one signature; warn, once, when they repeat."""
+    code = _code(call.target)
+    if code is None or in_trace(call.traced) or in_trace([jnp.zeros(())]):
+        return
+    tree, argnums, statics = call.key
+    loose = tuple((place, kind, None if kind is int else leaf) for place, kind, leaf in statics)
+    types = tuple((leaf.shape, str(leaf.dtype)) for leaf in call.traced)
+    key = (code.co_filename, code.co_firstlineno, code.co_name, hash((tree, argnums, loose, types)))
+    with _lock:
+        if len(_traces) > _REMEMBERED:
+            _traces.clear()
+        _traces[key] += 1
+        repeated = _traces[key] == RETRACES
+    if repeated:
+        warn(
+            f"linjac: {code.co_name} at {_place(code)} was traced {RETRACES} times at one signature, and is compiled "
+            "anew each time: the function is made anew, or something that it closes over, or a Python int among its "
+            "arguments, changes between calls. Define it once, and pass what changes as an array outside argnums"
+        )
+
+
+class ByValue(NamedTuple):
+    """The answer for a function that branches in Python on values: it has to run op by op."""
+
+    signature: _Signature
+    code: Any
+    error: str
+
+    def warn(self) -> None:
+        """Say so, once for each signature; called after the op-by-op run, which may fail like the function itself."""
+        if not self.signature.warned:
+            self.signature.warned = True
+            where = "fun" if self.code is None else f"{self.code.co_name} at {_place(self.code)}"
+            warn(
+                f"linjac: {where} branches in Python on the value of an array ({self.error}), so it runs op by op, "
+                "which is slow. Use jax.lax.cond, jax.lax.while_loop or jnp.where, or pass jit=False to accept it"
+            )
+
+
+def trace(who: str, call: Call, *, has_aux: bool = False) -> Traced | ByValue:
+    """The program of a call with its data."""
+    entry = _entry(call.target)
+    signature = entry.signature(who, call, has_aux)
+    code = _code(call.target)
+    if signature.by_value and not in_trace(call.traced):
+        return ByValue(signature, code, signature.by_value)
+    known = len(signature.records)
+    try:
+        traced = alive(who, signature.trace, call)
+    except CONTROL_FLOW as err:
+        if in_trace(call.traced):
+            err.add_note(f"linjac.{who}: fun branches in Python on a value that an enclosing transformation traces")
+            raise
+        signature.by_value = type(err).__name__
+        return ByValue(signature, code, signature.by_value)
+    if len(signature.records) > known or not signature.records:
+        entry.guard = Guard(call.target.anchor, call.target.owner)
+        _count(call)
+    return traced
