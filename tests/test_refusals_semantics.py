@@ -13,7 +13,7 @@ import pytest
 import linjac
 from scenarios import FULL, SHORT, F, array, real
 
-OTHER, OTHER_SHORT = (jnp.float32, "f32") if FULL else (jnp.float16, "f16")
+OTHER, OTHER_SHORT = (jnp.float32, "f32") if FULL else (jnp.bfloat16, "bf16")
 COMPLEX_SHORT = "c128" if FULL else "c64"
 SECRET = 123456.789
 OPTION = (TypeError, ValueError)

@@ -278,7 +278,7 @@ def _linearize(
     everything = Data(point, constants, [])
     _need_forward(who, program, everything)
     outs: list[Any] = []
-    if _choose(program, strategy, budget, point) == STORED:
+    if _choose(who, program, strategy, budget, point) == STORED:
         outs, fresh = alive(who, program.run, "stage", program.stage, constants, point)
         data = Data(point, [constants[i] for i in program.kept_constants], fresh)
         linear_fn = Linearization(data, program, STORED)
@@ -305,12 +305,12 @@ def _value(who: str, output: Output, outs: list[Any]) -> Any:
     return rebuild(who, output.value.treedef, leaves)
 
 
-def _choose(program: TracedProgram, strategy: str, budget: int | None, point: list[Any]) -> str:
+def _choose(who: str, program: TracedProgram, strategy: str, budget: int | None, point: list[Any]) -> str:
     if program.kernel is None:
         return RECOMPUTE
     if strategy != "auto":
         return strategy
-    limit = memory_of(point) // 2 if budget is None else budget
+    limit = alive(who, memory_of, point) // 2 if budget is None else budget
     return STORED if program.residual_bytes <= limit else RECOMPUTE
 
 

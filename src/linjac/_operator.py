@@ -59,7 +59,8 @@ class Operator(abc.ABC):
     def in_structure(self) -> Any:
         """`jax.ShapeDtypeStruct`s of the argument of `mv`: of the one differentiated argument, or a tuple.
 
-        None stands at leaves that cannot move.
+        Returns:
+            A tree with None at leaves that cannot move.
         """
         space = self._spaces()[0]
         trees = space.unflatten("linear_fn.in_structure", _structs(space))
@@ -100,10 +101,11 @@ class Operator(abc.ABC):
         return _join(inputs, rows, (count,)).conj().T
 
     def as_matrix(self) -> jax.Array:
-        """The dense (m, n) matrix: n columns pushed forward, or m rows pulled back where that is fewer.
+        """The dense matrix: n columns pushed forward, or m rows pulled back where that is fewer.
 
-        For complex inputs and outputs this is the matrix of a holomorphic function; for complex inputs and real
-        outputs it has the convention of `jax.jacrev`.
+        Returns:
+            An array of shape (m, n). For complex inputs and outputs it is the matrix of a holomorphic function; for
+            complex inputs and real outputs it has the convention of `jax.jacrev`.
         """
         inputs, outputs = self._spaces()
         m, n = self.shape
