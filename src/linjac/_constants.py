@@ -91,8 +91,14 @@ def _open_jit(eqn: Any, operands: list[Any]) -> list[Any] | None:
     return _open(eqn.params["jaxpr"], *operands)
 
 
-def _open_scan(eqn: Any, operands: list[Any]) -> list[Any]:
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """Number of loop-invariant operands and of carried ones of a scan."""
     consts, carry, _ = (len(part) for part in eqn.params["ft_in"].unpack())
+    return consts, carry
+
+
+def _open_scan(eqn: Any, operands: list[Any]) -> list[Any]:
+    consts, carry = scan_counts(eqn)
     body = eqn.params["jaxpr"]
 
     def step(state: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:

@@ -14,7 +14,7 @@ from jax import lax
 from jax.extend.core import Literal
 from jaxtyping import Int, jaxtyped
 
-from linjac._constants import Jaxpr, subjaxprs
+from linjac._constants import Jaxpr, scan_counts, subjaxprs
 from linjac._tree import align, bytes_of, is_key, size_of
 
 BUDGET = 16 << 20  # bytes of scratch where the caller says nothing
@@ -23,26 +23,53 @@ CEILING = 256  # more directions a chunk gain no time (tests/benchmarks/bench_ma
 
 
 # how many at a time ---------------------------------------------------------------------------------------------------
-def bytes_per_direction(jaxpr: Jaxpr, first: int) -> int:
+# Operations whose operands and results are buffers; what lies between two of them is fused by XLA.
+_SOLID = frozenset(
+    {"dot_general", "conv_general_dilated", "scan", "while", "cond", "jit", "custom_jvp_call", "custom_vjp_call"}
+    | {"custom_lin", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "fft", "scatter", "scatter-add"}
+    | {"scatter_add", "triangular_solve", "cholesky", "lu", "qr", "eigh", "svd", "linear_solve", "custom_linear_solve"}
+    | {"reduce_window_sum", "select_and_scatter_add", "select_and_gather_add", "pure_callback", "remat2", "checkpoint"}
+    | {"shard_map", "all_gather", "psum", "dynamic_update_slice", "ragged_dot_general"}
+)
+
+
+def _inner_flags(eqn: Any, inner: Jaxpr, flags: Sequence[bool]) -> list[bool]:
+    """Which arguments of a nested jaxpr depend on the direction, given which operands do."""
+    if eqn.primitive.name == "scan":
+        consts, carry = scan_counts(eqn)
+        return [flag or consts <= i < consts + carry for i, flag in enumerate(flags)]
+    if eqn.primitive.name == "cond":
+        return list(flags[1:])
+    return list(flags) if len(flags) == len(inner.invars) else [True] * len(inner.invars)
+
+
+def bytes_per_direction(jaxpr: Jaxpr, flags: Sequence[bool]) -> int:
     """Estimate the scratch of one direction: the largest sum of values alive at once that depend on it.
 
-    The direction enters at argument `first` and after it.
+    `flags` say which arguments depend on the direction. Values that only elementwise operations and reductions read are
+    not counted: XLA fuses them away.
     """
     last: dict[Any, int] = {}
+    stored = {var for var in jaxpr.outvars if not isinstance(var, Literal)}
     for i, eqn in enumerate(jaxpr.eqns):
-        last.update((var, i) for var in eqn.invars if not isinstance(var, Literal))
+        reads = [var for var in eqn.invars if not isinstance(var, Literal)]
+        last.update((var, i) for var in reads)
+        if eqn.primitive.name in _SOLID:
+            stored.update((*reads, *eqn.outvars))
     last.update((var, len(jaxpr.eqns)) for var in jaxpr.outvars if not isinstance(var, Literal))
-    alive = {var: _bytes(var) for var in jaxpr.invars[first:]}
+    alive = {var: _bytes(var) for var, flag in zip(jaxpr.invars, flags, strict=True) if flag}
     dependent = set(alive)
     peak = now = sum(alive.values())
     for i, eqn in enumerate(jaxpr.eqns):
         reads = {var for var in eqn.invars if not isinstance(var, Literal)}
         if not reads & dependent:
             continue
-        inner = max((bytes_per_direction(sub, 0) for sub in subjaxprs(eqn)), default=0)
+        operands = [not isinstance(var, Literal) and var in dependent for var in eqn.invars]
+        nested = (bytes_per_direction(sub, _inner_flags(eqn, sub, operands)) for sub in subjaxprs(eqn))
+        inner = max(nested, default=0)
         for var in eqn.outvars:
             dependent.add(var)
-            alive[var] = _bytes(var)
+            alive[var] = _bytes(var) if var in stored else 0
             now += alive[var]
         peak = max(peak, now + inner)
         for var in (*reads, *eqn.outvars):

@@ -104,7 +104,7 @@ class EagerProgram(Program):
         self.finish(outs, outputs[-1])
         return outs, outputs[-1], Data(point, [], [])
 
-    def _residuals(self, data: Data) -> list[Any]:
+    def residuals(self, data: Data) -> list[Any]:
         return [data.residuals[index] if fresh else data.point[index] for fresh, index in self.sources]
 
     def jvp(self, data: Data, tangents: Sequence[Any]) -> list[Any]:

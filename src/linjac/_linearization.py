@@ -256,7 +256,8 @@ def bytes_of_direction(program: Program, direction: str) -> int:
     if kernel is None or not (program.inputs.size and program.outputs.size):
         return 4 * ends
     jaxpr = kernel.pushforward if direction == "forward" else kernel.pullback
-    return max(ends, bytes_per_direction(jaxpr, len(kernel.residual_types)))
+    held = len(kernel.residual_types)
+    return max(ends, bytes_per_direction(jaxpr, [i >= held for i in range(len(jaxpr.invars))]))
 
 
 def mode_error(who: str, what: str, program: Program, remedy: str) -> ModeError:

@@ -75,17 +75,18 @@ class Program:
         self.point_types: tuple[Any, ...] = ()
         self._jitted: dict[Any, Callable[..., Any]] = {}
         self._settled: dict[str, bool] = {}
+        self.notes: dict[Any, Any] = {}  # static facts that upper layers derive from the program, by their own keys
 
     # products: pure functions of the data -----------------------------------------------------------------------------
     def push(self, data: Data, tangents: Sequence[Any]) -> list[Any]:
         """J v from stored residuals."""
         assert self.kernel is not None
-        return self.kernel.push(self._residuals(data), tangents)
+        return self.kernel.push(self.residuals(data), tangents)
 
     def pull(self, data: Data, cotangents: Sequence[Any]) -> list[Any]:
         """Jᵀ c from stored residuals."""
         assert self.kernel is not None
-        return self.kernel.pull(self._residuals(data), cotangents)
+        return self.kernel.pull(self.residuals(data), cotangents)
 
     def jvp(self, data: Data, tangents: Sequence[Any]) -> list[Any]:
         """J v through the function itself: nothing is kept. `data.constants` are all of them."""
@@ -95,7 +96,7 @@ class Program:
         """Jᵀ c with the residuals computed on the way. `data.constants` are all of them."""
         raise NotImplementedError
 
-    def _residuals(self, data: Data) -> list[Any]:
+    def residuals(self, data: Data) -> list[Any]:
         """All residuals in the order of the linear program."""
         raise NotImplementedError
 
@@ -155,6 +156,7 @@ class TracedProgram(Program):
         super().__init__(call.layout, inputs, space)
         self.point_types = tuple(types)
         self.primal = primal
+        self.constant_types = tuple(var.aval for var in primal.invars[: len(constants)])
         self._own_count = len(constants)
         self._added = 0
 
@@ -187,6 +189,7 @@ class TracedProgram(Program):
         self._captured, self._added = len(captured), len(captured) + len(extra)
         self.residual_types = plan.types
         added = captured + extra
+        self.constant_types = (*map(type_of, added), *self.constant_types)
         self.sources = _shared(plan, len(captured), [*added, *constants])
         count = self._added + self._own_count
         self.kept_constants = tuple(sorted({s.place for s in self.sources if not s.fresh and s.place < count}))
@@ -232,7 +235,7 @@ class TracedProgram(Program):
         outs = evaluate(self._stage, [], *constants[self._captured :], *point)
         return outs[: self._skip], [outs[self._skip + i] for i in self._fresh]
 
-    def _residuals(self, data: Data) -> list[Any]:
+    def residuals(self, data: Data) -> list[Any]:
         place = {index: k for k, index in enumerate(self.kept_constants)}
         count = self._added + self._own_count
 

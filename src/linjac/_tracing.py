@@ -122,10 +122,12 @@ class _Signature:
             fun = Target(anchor(), owner(), is_tree).bind()
             return call_flat(who, fun, layout, has_aux, leaves)
 
+        self.who = who
         self.jitted = jax.jit(flat)
         self.records: dict[int, _Record] = {}
         self.by_value = ""  # the error's name once Python control flow on values was met: op by op from now on
         self.warned = False
+        self.lock = threading.RLock()  # one thread traces, the others find what it traced
 
     def trace(self, call: Call) -> Traced:
         """The program for this call, from the cache or new."""
@@ -140,12 +142,19 @@ class _Signature:
         record = self.records.get(id(jaxpr))
         if record is None or record.jaxpr is not jaxpr:
             output: Output = traced.out_info[1].output
+            _refuse_refs(self.who, captured)
             record, constants = _build(call._replace(traced=point), jaxpr, output, captured)
             if not in_trace(record.added):
                 self.records[id(jaxpr)] = record
         else:
             constants = record.constants if record.constants is not None else [*record.added, *captured]
         return Traced(record.program, record.output, constants, point)
+
+
+def _refuse_refs(who: str, captured: Sequence[Any]) -> None:
+    if any(isinstance(value, jax.Ref) for value in captured):
+        what = "fun reads or writes a mutable Ref from outside, which has no derivative"
+        raise TypeError(compose(who, what, remedy="pass the value in as an argument, and return what it should become"))
 
 
 def _build(call: Call, jaxpr: Any, output: Output, captured: list[Any]) -> tuple[_Record, list[Any]]:
@@ -187,6 +196,14 @@ class _Entry:
         self.guard: Guard | None = None
         self.signatures: collections.OrderedDict[Any, _Signature] = collections.OrderedDict()
         self.lock = threading.RLock()
+
+    def watch(self, target: Target) -> None:
+        """Guard what was just traced: after the trace, which may itself have written to what it reads."""
+        try:
+            self.guard = Guard(target.anchor, target.owner)
+        except BaseException:
+            self.signatures.clear()
+            raise
 
     def signature(self, who: str, call: Call, has_aux: bool) -> _Signature:
         """The signature of a call, found or made; all of them are dropped when the guard fails."""
@@ -307,7 +324,8 @@ def trace(who: str, call: Call, *, has_aux: bool = False) -> Traced | ByValue:
         return ByValue(signature, code, signature.by_value)
     known = len(signature.records)
     try:
-        traced = alive(who, signature.trace, call)
+        with signature.lock:
+            traced = alive(who, signature.trace, call)
     except CONTROL_FLOW as err:
         if in_trace(call.traced):
             err.add_note(f"linjac.{who}: fun branches in Python on a value that an enclosing transformation traces")
@@ -315,6 +333,6 @@ def trace(who: str, call: Call, *, has_aux: bool = False) -> Traced | ByValue:
         signature.by_value = type(err).__name__
         return ByValue(signature, code, signature.by_value)
     if len(signature.records) > known or not signature.records:
-        entry.guard = Guard(call.target.anchor, call.target.owner)
+        entry.watch(call.target)
         _count(call)
     return traced

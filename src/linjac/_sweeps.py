@@ -1,0 +1,181 @@
+"""Dense Jacobians by sweeps: forward over the inputs, reverse over the outputs, a chunk at a time.
+
+A sweep yields one part for each leaf at its far end: forward parts are (size of output leaf, n), reverse parts are
+(m, size of input leaf). How to sweep is given as a `Recipe`; why, is not known here. Seeds are made from an index.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from linjac._cut import Cut, find_cut, rows_of_cut
+from linjac._directions import balanced, basis
+from linjac._operator import promoted
+from linjac._program import Data, Program
+from linjac._space import Space
+from linjac._tree import align, is_complex, size_of
+
+type Rows = Callable[[Any, int], list[Any]]  # (start, how many) -> for each far leaf (how many, its size)
+
+
+class Recipe(NamedTuple):
+    """How to sweep; static, so that it is part of the key of a compiled program."""
+
+    direction: str  # "forward" or "reverse"
+    chunk_size: int
+    fused: bool = False  # forward: push through the function itself, primal and tangents together
+    pinned: bool = False  # a barrier keeps XLA from computing residuals anew for every direction
+    laid_out: bool = False  # forward: rows first, then a barrier, then the transpose
+    cut: bool = False  # the identity is not multiplied into the first weight matrix
+    paired: bool = False  # one real end, one complex: two real sweeps
+
+
+def ends(program: Program, direction: str) -> tuple[Space, Space]:
+    """The space that is seeded and the far one."""
+    return (program.inputs, program.outputs) if direction == "forward" else (program.outputs, program.inputs)
+
+
+def parts(program: Program, data: Data, recipe: Recipe) -> list[Any]:
+    """The parts of the dense Jacobian. `data` is stored data, or, for a fused recipe, the point and all constants."""
+    near, far = ends(program, recipe.direction)
+    count = near.size
+    forward = recipe.direction == "forward"
+    if count == 0 or far.size == 0:
+        shapes = [(size_of(aval), count) if forward else (count, size_of(aval)) for aval in far.avals]
+        return [jnp.zeros(shape, aval.dtype) for shape, aval in zip(shapes, far.avals, strict=True)]
+    if recipe.pinned:
+        data = data._replace(residuals=_pin(data.residuals))
+    if recipe.fused and recipe.chunk_size >= count and not recipe.paired:
+        columns = jax.vmap(lambda seed: program.jvp(data, seed), out_axes=-1)(basis(near.avals, 0, count))
+        return [leaf.reshape(-1, count) for leaf in columns]
+    return _collect(_rows(program, data, recipe), far, count, recipe, [*data.point, *data.constants, *data.residuals])
+
+
+def _pin(leaves: list[Any]) -> list[Any]:
+    """Residuals are computed once, not again for every direction (measured by tests/benchmarks/bench_sweeps.py)."""
+    return list(lax.optimization_barrier(leaves)) if leaves else leaves
+
+
+# the rows of one chunk ------------------------------------------------------------------------------------------------
+def _rows(program: Program, data: Data, recipe: Recipe) -> Rows:
+    near, _ = ends(program, recipe.direction)
+    product = _product(program, data, recipe)
+    cut = find_cut(program.kernel, recipe.direction) if recipe.cut and program.kernel is not None else None
+    if cut is not None and not recipe.paired:
+        return _cut_rows(program, data, cut)
+
+    def rows(start: Any, size: int) -> list[Any]:
+        seeds = basis(near.avals, start, size)
+        first = _mapped(product, seeds, size)
+        if recipe.paired:
+            turned = [_turn(seed, recipe.direction) for seed in seeds]
+            sign = -1j if recipe.direction == "forward" else 1j
+            first = [_combine(a, b, sign) for a, b in zip(first, _mapped(product, turned, size), strict=True)]
+        return [leaf.reshape(size, -1) for leaf in first]
+
+    return rows
+
+
+def _product(program: Program, data: Data, recipe: Recipe) -> Callable[[list[Any]], list[Any]]:
+    if recipe.direction == "forward":
+        return lambda seed: (program.jvp if recipe.fused else program.push)(data, seed)
+    return lambda seed: program.pull(data, seed)
+
+
+def _mapped(product: Callable[[list[Any]], list[Any]], seeds: list[Any], size: int) -> list[Any]:
+    if size == 1:
+        return [leaf[None] for leaf in product([seed[0] for seed in seeds])]
+    return jax.vmap(product)(seeds)
+
+
+def _turn(seed: Any, direction: str) -> Any:
+    """The second real sweep: along i for complex leaves, along nothing for real ones."""
+    return seed * (1j if direction == "forward" else -1j) if is_complex(seed) else jnp.zeros_like(seed)
+
+
+def _combine(first: Any, second: Any, sign: complex) -> Any:
+    wide = jnp.result_type(first.dtype, jnp.complex64) if not is_complex(first) else first.dtype
+    return first.astype(wide) + jnp.asarray(sign, wide) * second.astype(wide)
+
+
+def _cut_rows(program: Program, data: Data, cut: Cut) -> Rows:
+    residuals = program.residuals(data)
+
+    def rows(start: Any, size: int) -> list[Any]:
+        return [leaf.reshape(size, -1) for leaf in rows_of_cut(cut, residuals, start, size)]
+
+    return rows
+
+
+# all chunks -----------------------------------------------------------------------------------------------------------
+def _collect(rows: Rows, far: Space, count: int, recipe: Recipe, like: Sequence[Any]) -> list[Any]:
+    chunks, size = balanced(count, recipe.chunk_size)
+    forward = recipe.direction == "forward"
+
+    def oriented(start: Any) -> list[Any]:
+        some = rows(start, size)
+        if not forward:
+            return some
+        return [leaf.T for leaf in (lax.optimization_barrier(some) if recipe.laid_out else some)]
+
+    if chunks == 1:
+        return oriented(0)
+    axis = 1 if forward else 0
+
+    def step(full: list[Any], chunk: Any) -> tuple[list[Any], None]:
+        start = jnp.minimum(chunk * size, count - size)
+        placed = zip(full, oriented(start), strict=True)
+        return [lax.dynamic_update_slice_in_dim(whole, piece, start, axis) for whole, piece in placed], None
+
+    empty = [
+        jnp.zeros((size_of(aval), count) if forward else (count, size_of(aval)), _part_dtype(aval.dtype, recipe.paired))
+        for aval in far.avals
+    ]
+    return lax.scan(step, align(empty, like)[0], jnp.arange(chunks))[0]
+
+
+def _part_dtype(dtype: Any, paired: bool) -> Any:
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(dtype, jnp.complex64) if paired else dtype
+
+
+def parts_eagerly(program: Program, data: Data, recipe: Recipe) -> list[Any]:
+    """As `parts`, op by op: a Python loop over chunks."""
+    near, far = ends(program, recipe.direction)
+    if near.size == 0 or far.size == 0:
+        return parts(program, data, recipe)
+    rows = _rows(program, data, recipe)
+    chunks = [rows(start, min(recipe.chunk_size, near.size - start)) for start in range(0, near.size, recipe.chunk_size)]
+    whole = [jnp.concatenate(leaves) for leaves in zip(*chunks, strict=True)]
+    return [leaf.T for leaf in whole] if recipe.direction == "forward" else whole
+
+
+# from parts to the result ---------------------------------------------------------------------------------------------
+def as_blocks(program: Program, parts: Sequence[Any], direction: str) -> list[list[Any]]:
+    """One row of blocks for each output leaf, one block of shape out.shape + in.shape for each input leaf."""
+    rows: list[list[Any]] = []
+    above = 0
+    for i, out in enumerate(program.outputs.avals):
+        blocks: list[Any] = []
+        before = 0
+        for k, into in enumerate(program.inputs.avals):
+            if direction == "forward":
+                block = parts[i][:, before : before + size_of(into)]
+            else:
+                block = parts[k][above : above + size_of(out)]
+            blocks.append(block.reshape(out.shape + into.shape).astype(promoted([out, into])))
+            before += size_of(into)
+        rows.append(blocks)
+        above += size_of(out)
+    return rows
+
+
+def as_matrix(program: Program, parts: Sequence[Any], direction: str) -> Any:
+    """The dense (m, n) matrix."""
+    dtype = promoted([*program.outputs.avals, *program.inputs.avals])
+    if not parts:
+        return jnp.zeros((program.outputs.size, program.inputs.size), dtype)
+    return jnp.concatenate([part.astype(dtype) for part in parts], axis=0 if direction == "forward" else 1)
