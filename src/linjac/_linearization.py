@@ -1,5 +1,6 @@
 """The linearization of a function at one point: a pytree, an operator, and the checks at its door."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Never
 
@@ -7,12 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from linjac._directions import bytes_per_direction, chunk_limit, from_batch, from_identity, sweep, sweep_eagerly
-from linjac._errors import ModeError, PointError, TangentError, compose
+from linjac._decide import decide
+from linjac._directions import chunk_limit, from_batch, from_identity, sweep, sweep_eagerly
+from linjac._errors import PointError, TangentError, compose
 from linjac._operator import Operator
-from linjac._options import check_chunk_size, check_memory_budget
-from linjac._program import Data, Program, alive
+from linjac._options import check_choice, check_chunk_size, check_flag, check_memory_budget
+from linjac._plan import JacobianPlan, Options, assemble, resolve_mode
+from linjac._program import Data, Program, TracedProgram, alive, bytes_of_direction, mode_error
 from linjac._space import Space
+from linjac._sweeps import parts, parts_eagerly, pieces, work
 from linjac._tree import align, in_trace, is_inexact, is_key, short, type_of
 
 STORED, RECOMPUTE = "stored", "recompute"
@@ -106,6 +110,60 @@ class Linearization(Operator):
         who = "linear_fn.transpose_many"
         limits = check_chunk_size(who, chunk_size), check_memory_budget(who, memory_budget)
         return self._transpose_many(who, cotangents, limits)
+
+    def jacobian(
+        self,
+        *,
+        mode: str | JacobianPlan = "auto",
+        holomorphic: bool = False,
+        allow_int: bool = False,
+        chunk_size: int | None = None,
+        memory_budget: int | None = None,
+        layout: str = "blocks",
+    ) -> Any:
+        """The Jacobian at this point, from the same residuals. Arguments as for `linjac.jacobian`.
+
+        Args:
+            mode: `"auto"`, `"fwd"`, `"rev"`, or a `linjac.JacobianPlan` to repeat.
+            holomorphic: Whether the function is promised to be holomorphic.
+            allow_int: Whether integer arguments are allowed; their blocks are float0.
+            chunk_size: Directions at a time; by default chosen from `memory_budget`.
+            memory_budget: Bytes of scratch.
+            layout: `"blocks"` or `"matrix"`.
+
+        Returns:
+            Outputs outside, then the differentiated arguments (a tuple unless there is one), then their leaves; or the
+            (m, n) matrix.
+
+        Raises:
+            ModeError: The mode cannot work for this function.
+        """
+        who = "linear_fn.jacobian"
+        check_choice(who, "layout", layout, ("blocks", "matrix"))
+        check_flag(who, "holomorphic", holomorphic)
+        check_flag(who, "allow_int", allow_int)
+        word, chunk_size, repeated = resolve_mode(who, mode, check_chunk_size(who, chunk_size))
+        budget = check_memory_budget(who, memory_budget)
+        if word == "measure":
+            what = "a linearization does not measure"
+            raise ValueError(compose(who, what, remedy="use linjac.jacobian(fun, mode='measure') and pass its plan"))
+        options = Options(word, layout, chunk_size, budget, holomorphic, allow_int, self._is_single())
+        data, _ = self._ready([])
+        plan = decide(who, self._program, data, options, repeated)
+        return assemble(who, plan, alive(who, self._pieces, plan, data))
+
+    def _pieces(self, plan: JacobianPlan, data: Data) -> list[list[Any]]:
+        program, layout = self._program, plan.layout
+        if isinstance(program, TracedProgram) and self._strategy == RECOMPUTE:
+            function = functools.partial(work, program, plan.recipe, layout, False)
+            return program.run(("jacobian", plan.recipe, layout, False), function, data.constants, data.point)[1]
+        recipe = plan.recipe._replace(fused=self._strategy == RECOMPUTE)
+        swept = parts if program.compiled else parts_eagerly
+
+        def run(data: Data) -> list[list[Any]]:
+            return pieces(program, swept(program, data, recipe), recipe, layout)
+
+        return program.run(("stored jacobian", recipe, layout), run, data)
 
     # the point --------------------------------------------------------------------------------------------------------
     @property
@@ -247,30 +305,6 @@ class Linearization(Operator):
 
         key = ("sweep", direction, self._strategy, count, limit, batch is None)
         return alive(who, program.run, key, run, data, batch)
-
-
-def bytes_of_direction(program: Program, direction: str) -> int:
-    """Estimated scratch of one direction of a sweep."""
-    kernel = program.kernel
-    ends = sum(aval.size * aval.dtype.itemsize for space in (program.inputs, program.outputs) for aval in space.avals)
-    if kernel is None or not (program.inputs.size and program.outputs.size):
-        return 4 * ends
-    jaxpr = kernel.pushforward if direction == "forward" else kernel.pullback
-    held = len(kernel.residual_types)
-    return max(ends, bytes_per_direction(jaxpr, [i >= held for i in range(len(jaxpr.invars))]))
-
-
-def mode_error(who: str, what: str, program: Program, remedy: str) -> ModeError:
-    """A ModeError that names every obstacle and is raised from the first one."""
-    lines = [f"{name}: {type(err).__name__}: {_first_line(err)}" for name, err in program.obstacles.items()]
-    error = ModeError(compose(who, what, lines, remedy))
-    error.__cause__ = next(iter(program.obstacles.values()), None)
-    return error
-
-
-def _first_line(err: Exception) -> str:
-    lines = str(err).strip().splitlines()
-    return lines[0][:200] if lines else "(no message; a derivative rule that is not linear in its tangent does this)"
 
 
 def _same(mine: Any, theirs: Any) -> bool:

@@ -6,7 +6,7 @@ from typing import Any, Literal, overload
 from linjac import _eager
 from linjac._arguments import Call, refuse_strings, take_apart
 from linjac._errors import ModeError, TangentError, compose
-from linjac._linearization import RECOMPUTE, STORED, Linearization, mode_error
+from linjac._linearization import RECOMPUTE, STORED, Linearization
 from linjac._memory import memory_of
 from linjac._options import (
     check_callable,
@@ -16,7 +16,7 @@ from linjac._options import (
     check_flag,
     check_memory_budget,
 )
-from linjac._program import Data, Program, TracedProgram, alive
+from linjac._program import Data, Program, TracedProgram, alive, mode_error
 from linjac._tracing import ByValue, Output, trace
 from linjac._tree import rebuild, short
 

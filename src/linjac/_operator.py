@@ -14,7 +14,7 @@ import numpy as np
 
 from linjac._errors import TangentError, compose
 from linjac._space import Space
-from linjac._tree import is_complex, short, size_of
+from linjac._tree import is_complex, promoted, short, size_of
 
 
 class Operator(abc.ABC):
@@ -123,14 +123,6 @@ def _forward(inputs: Space, outputs: Space) -> bool:
     if inputs.is_complex != outputs.is_complex:
         return outputs.is_complex
     return inputs.size <= outputs.size
-
-
-def promoted(types: Sequence[Any]) -> np.dtype[Any]:
-    """The standard promotion of the dtypes, also where the user has asked for strict promotion."""
-    if not types:
-        return np.dtype(np.float32)
-    with jax.numpy_dtype_promotion("standard"):
-        return np.dtype(jnp.result_type(*[aval.dtype for aval in types]))
 
 
 def _structs(space: Space) -> list[Any]:

@@ -3,6 +3,7 @@
 Pure: a plan depends on shapes, dtypes and the linear program, never on values. This module runs nothing.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,15 +13,15 @@ import jax
 import jax.extend.source_info_util
 import numpy as np
 
+from linjac._blocks import block_tree, unflatten_matrix
 from linjac._constants import Jaxpr, equations
 from linjac._cut import find_cut
 from linjac._directions import BUDGET, CEILING, FLOOR, balanced
 from linjac._errors import ModeError, compose
-from linjac._linearization import bytes_of_direction
-from linjac._operator import promoted
-from linjac._program import Data, Program, TracedProgram
-from linjac._sweeps import Recipe
-from linjac._tree import is_complex, size_of
+from linjac._options import check_choice
+from linjac._program import Data, Program, TracedProgram, bytes_of_direction
+from linjac._sweeps import Recipe, work
+from linjac._tree import is_complex, promoted, size_of
 
 MODES = ("auto", "fwd", "rev", "measure")
 DIRECTION = {"fwd": "forward", "rev": "reverse"}
@@ -37,6 +38,8 @@ class Options(NamedTuple):
     chunk_size: int | None = None
     memory_budget: int | None = None
     holomorphic: bool = False
+    allow_int: bool = False
+    single: bool = True  # whether one argument is differentiated, so that the blocks come without a tuple
 
 
 class Side(NamedTuple):
@@ -117,19 +120,28 @@ class JacobianPlan:
         Raises:
             ValueError: The matrix has another shape.
         """
-        from linjac._jacobian import unflatten_matrix
-
         if np.shape(matrix) != (self.m, self.n):
             raise ValueError(
                 compose("JacobianPlan.unflatten", f"expected shape {(self.m, self.n)}, got {np.shape(matrix)}")
             )
-        return unflatten_matrix(self.program, matrix)
+        return unflatten_matrix(self.program, matrix, single=self.options.single)
 
     def compile(self) -> int:
-        """Compile, run nothing, and return the compiler's figure for the scratch, in bytes."""
-        from linjac._jacobian import compiled
+        """Compile, run nothing, and return the compiler's figure for the scratch.
 
-        return int(compiled(self).memory_analysis().temp_size_in_bytes)
+        Returns:
+            Bytes of temporary memory, the result not counted.
+
+        Raises:
+            ModeError: The function runs op by op.
+        """
+        program = self.program
+        if not isinstance(program, TracedProgram):
+            raise ModeError(compose("JacobianPlan.compile", "the function runs op by op: there is nothing to compile"))
+        function = functools.partial(work, program, self.recipe, self.layout, False)
+        lowered = jax.jit(function).lower(list(program.constant_types), list(program.point_types))
+        figures: Any = lowered.compile().memory_analysis()
+        return int(figures.temp_size_in_bytes)
 
     def __str__(self) -> str:
         """One sentence, then a line for each note."""
@@ -144,6 +156,21 @@ class JacobianPlan:
             f"result {_size(self.result_bytes)}, scratch {_size(self.scratch_bytes)}; {rest}"
         ]
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
+
+
+def resolve_mode(who: str, mode: Any, chunk_size: int | None) -> tuple[str, int | None, JacobianPlan | None]:
+    """The word for a mode, the chunk size, and the plan that was given in its place."""
+    if isinstance(mode, JacobianPlan):
+        return mode.mode, chunk_size or mode.recipe.chunk_size, mode
+    return check_choice(who, "mode", mode, MODES), chunk_size, None
+
+
+def assemble(who: str, plan: JacobianPlan, found: list[list[Any]]) -> Any:
+    """The result in the plan's layout, from the pieces of its sweeps."""
+    if plan.layout == "matrix":
+        return found[0][0]
+    options = plan.options
+    return block_tree(who, plan.program, found, single=options.single, allow_int=options.allow_int)
 
 
 def _many(count: int, word: str) -> str:
@@ -196,7 +223,7 @@ def place_of(eqn: Any) -> str:
 
 # what is chosen -------------------------------------------------------------------------------------------------------
 def make_plan(who: str, program: Program, data: Data, options: Options) -> JacobianPlan:
-    """The plan for these options; `options.mode` is "auto", "fwd" or "rev"."""
+    """The plan for these options; `options.mode` is "auto", "fwd" or "rev" ("measure" counts as "auto")."""
     m, n = program.outputs.size, program.inputs.size
     refused = obstacles(program, data)
     if program.kernel is not None and program.kernel.collectives:
@@ -249,9 +276,7 @@ def _columns(program: Program) -> Side:
     return Side(tuple(names), tuple(aval.shape for aval in program.inputs.avals))
 
 
-def _resolve_mode(
-    who: str, program: Program, options: Options, refused: dict[str, str]
-) -> tuple[str, tuple[str, ...]]:
+def _resolve_mode(who: str, program: Program, options: Options, refused: dict[str, str]) -> tuple[str, tuple[str, ...]]:
     m, n = program.outputs.size, program.inputs.size
     if len(refused) == 2:
         lines = [f"{DIRECTION[mode]}: {reason}" for mode, reason in refused.items()]
@@ -279,11 +304,21 @@ def _resolve_mode(
 
 def _by_size(program: Program, m: int, n: int) -> str:
     """The fewer sweeps; in a tie, reverse where it writes rows in place chunk by chunk or begins with a matrix."""
-    if n != m or program.kernel is None:
-        return "fwd" if n <= m else "rev"
+    kernel = program.kernel
+    if kernel is None:
+        return "fwd"
+    if not kernel.primitives & (_MATMULS | _LOOPED) and m < n <= _REDUCING * m and _expands(kernel.linear, 2 * (n + m)):
+        return "fwd"
+    if n != m:
+        return "fwd" if n < m else "rev"
     chunked = balanced(n, _limit(program, "fwd", Options()))[0] > 1
-    matrix = not program.kernel.is_custom and find_cut(program.kernel, "reverse") is not None
-    return "rev" if chunked or matrix or "scan" in program.kernel.primitives else "fwd"
+    return "rev" if chunked or kernel.primitives & (_MATMULS | {"scan"}) else "fwd"
+
+
+def _expands(jaxpr: Jaxpr, size: int) -> bool:
+    """Whether a sum over something larger than both ends is taken: in reverse XLA sums down the columns, slowly."""
+    sums = (eqn for eqn in equations(jaxpr) if eqn.primitive.name == "reduce_sum")
+    return any(size_of(eqn.invars[0].aval) > size for eqn in sums)
 
 
 def _custom_note(program: Program, mode: str) -> tuple[str, ...]:
@@ -293,6 +328,7 @@ def _custom_note(program: Program, mode: str) -> tuple[str, ...]:
 
 
 def _raised(program: Program, error: ModeError) -> ModeError:
+    """With JAX's own error chained."""
     error.__cause__ = next(iter(program.obstacles.values()), None)
     return error
 
@@ -302,6 +338,7 @@ def _raised(program: Program, error: ModeError) -> ModeError:
 _MATMULS = frozenset({"dot_general", "conv_general_dilated"})
 _LOOPED = frozenset({"scan", "while"})
 _MOVES = frozenset({"concatenate", "slice", "gather", "pad", "dynamic_slice", "rev"})
+_REDUCING = 24  # forward sweeps of sums over an outer product win up to this many inputs for each output
 _TALL = 4  # outputs for each input from which a layout pass pays in any program with a matrix product
 _SHIFTS_FUSE = jax.__version_info__ < (0, 12)  # from XLA of JAX 0.12 on, fused forward sweeps of stencils are slow
 
@@ -399,5 +436,3 @@ def _ends_in_matmul(jaxpr: Jaxpr) -> bool:
         return False
 
     return all(map(ends, jaxpr.outvars))
-
-

@@ -15,7 +15,8 @@ from jax.extend.core import Literal
 
 from linjac._arguments import Call, Layout
 from linjac._constants import Jaxpr, evaluate, surface
-from linjac._errors import PointError, compose
+from linjac._directions import bytes_per_direction
+from linjac._errors import ModeError, PointError, compose
 from linjac._kernel import Kernel
 from linjac._residuals import Recipe, Source, recipe
 from linjac._space import COTANGENT, TANGENTS, Leaf, Space
@@ -142,6 +143,30 @@ class Program:
         if jitted is None:
             jitted = self._jitted.setdefault(key, jax.jit(function))
         return jitted(*args)
+
+
+def bytes_of_direction(program: Program, direction: str) -> int:
+    """Estimated scratch of one direction of a sweep."""
+    kernel = program.kernel
+    ends = sum(aval.size * aval.dtype.itemsize for space in (program.inputs, program.outputs) for aval in space.avals)
+    if kernel is None or not (program.inputs.size and program.outputs.size):
+        return 4 * ends
+    jaxpr = kernel.pushforward if direction == "forward" else kernel.pullback
+    held = len(kernel.residual_types)
+    return max(ends, bytes_per_direction(jaxpr, [i >= held for i in range(len(jaxpr.invars))]))
+
+
+def mode_error(who: str, what: str, program: Program, remedy: str) -> ModeError:
+    """A ModeError that names every obstacle and is raised from the first one."""
+    lines = [f"{name}: {type(err).__name__}: {_first_line(err)}" for name, err in program.obstacles.items()]
+    error = ModeError(compose(who, what, lines, remedy))
+    error.__cause__ = next(iter(program.obstacles.values()), None)
+    return error
+
+
+def _first_line(err: Exception) -> str:
+    lines = str(err).strip().splitlines()
+    return lines[0][:200] if lines else "(no message; a derivative rule that is not linear in its tangent does this)"
 
 
 class TracedProgram(Program):

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from linjac._blocks import as_blocks, as_matrix
 from linjac._cut import Cut, find_cut, rows_of_cut
 from linjac._directions import balanced, basis
-from linjac._operator import promoted
-from linjac._program import Data, Program
+from linjac._program import Data, Program, TracedProgram
 from linjac._space import Space
 from linjac._tree import align, is_complex, size_of
 
@@ -148,34 +148,29 @@ def parts_eagerly(program: Program, data: Data, recipe: Recipe) -> list[Any]:
     if near.size == 0 or far.size == 0:
         return parts(program, data, recipe)
     rows = _rows(program, data, recipe)
-    chunks = [rows(start, min(recipe.chunk_size, near.size - start)) for start in range(0, near.size, recipe.chunk_size)]
+    chunks = [
+        rows(start, min(recipe.chunk_size, near.size - start)) for start in range(0, near.size, recipe.chunk_size)
+    ]
     whole = [jnp.concatenate(leaves) for leaves in zip(*chunks, strict=True)]
     return [leaf.T for leaf in whole] if recipe.direction == "forward" else whole
 
 
-# from parts to the result ---------------------------------------------------------------------------------------------
-def as_blocks(program: Program, parts: Sequence[Any], direction: str) -> list[list[Any]]:
-    """One row of blocks for each output leaf, one block of shape out.shape + in.shape for each input leaf."""
-    rows: list[list[Any]] = []
-    above = 0
-    for i, out in enumerate(program.outputs.avals):
-        blocks: list[Any] = []
-        before = 0
-        for k, into in enumerate(program.inputs.avals):
-            if direction == "forward":
-                block = parts[i][:, before : before + size_of(into)]
-            else:
-                block = parts[k][above : above + size_of(out)]
-            blocks.append(block.reshape(out.shape + into.shape).astype(promoted([out, into])))
-            before += size_of(into)
-        rows.append(blocks)
-        above += size_of(out)
-    return rows
+# what is compiled -----------------------------------------------------------------------------------------------------
+def work(
+    program: TracedProgram, recipe: Recipe, layout: str, wanted: bool, constants: list[Any], point: list[Any]
+) -> tuple[list[Any], list[list[Any]]]:
+    """What is compiled: the outputs, where they are wanted, and the blocks or the matrix."""
+    if recipe.fused:
+        outs = program.value(constants, point) if wanted else []
+        data = Data(point, constants, [])
+    else:
+        outs, fresh = program.stage(constants, point)
+        data = Data(point, [constants[i] for i in program.kept_constants], fresh)
+    return (outs if wanted else []), pieces(program, parts(program, data, recipe), recipe, layout)
 
 
-def as_matrix(program: Program, parts: Sequence[Any], direction: str) -> Any:
-    """The dense (m, n) matrix."""
-    dtype = promoted([*program.outputs.avals, *program.inputs.avals])
-    if not parts:
-        return jnp.zeros((program.outputs.size, program.inputs.size), dtype)
-    return jnp.concatenate([part.astype(dtype) for part in parts], axis=0 if direction == "forward" else 1)
+def pieces(program: Program, found: list[Any], recipe: Recipe, layout: str) -> list[list[Any]]:
+    """The matrix, or the rows of blocks."""
+    if layout == "matrix":
+        return [[as_matrix(program, found, recipe.direction)]]
+    return as_blocks(program, found, recipe.direction)

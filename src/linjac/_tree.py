@@ -57,6 +57,14 @@ def bytes_of(aval: Any) -> int:
     return size_of(aval) * np.dtype(aval.dtype).itemsize
 
 
+def promoted(types: Sequence[Any]) -> np.dtype[Any]:
+    """The standard promotion of the dtypes, also where the user has asked for strict promotion."""
+    if not types:
+        return np.dtype(np.float32)
+    with jax.numpy_dtype_promotion("standard"):
+        return np.dtype(jax.numpy.result_type(*[aval.dtype for aval in types]))
+
+
 def short_dtype(dtype: Any) -> str:
     """`f32` for float32, `bf16` for bfloat16, `key<fry>` for a PRNG key."""
     name = "float0" if dtype == float0 else str(dtype)

@@ -1,0 +1,49 @@
+"""One decision for one call: check what may be differentiated, plan (or measure), and refuse what cannot fit.
+
+Decisions are kept with the program, so that a call at a new point costs a look-up.
+"""
+
+from linjac._acceptance import check_inputs, check_outputs
+from linjac._errors import MemoryBudgetError, compose
+from linjac._measure import fastest, with_note
+from linjac._memory import memory_of
+from linjac._plan import JacobianPlan, Options, make_plan
+from linjac._program import Data, Program, alive
+from linjac._tree import in_trace
+
+
+def decide(who: str, program: Program, data: Data, options: Options, repeated: JacobianPlan | None) -> JacobianPlan:
+    """The plan for a call; `repeated` is a plan given as mode, whose decision is taken over."""
+    key = ("plan", options)
+    plan: JacobianPlan | None = program.notes.get(key)
+    if plan is None or options.mode == "measure":
+        check_inputs(who, program, holomorphic=options.holomorphic, allow_int=options.allow_int)
+        check_outputs(who, program, holomorphic=options.holomorphic)
+        plan = _measured(who, program, data, options) if options.mode == "measure" else None
+        plan = plan or make_plan(who, program, data, options)
+        program.notes[key] = plan
+    if repeated is not None and (plan.m, plan.n) != (repeated.m, repeated.n):
+        here = f"{plan.n} inputs and {plan.m} outputs"
+        what = f"the plan was made for {repeated.n} inputs and {repeated.m} outputs, not for {here}"
+        raise ValueError(compose(who, what, remedy="make a plan for these arguments with linjac.plan_jacobian"))
+    limit = alive(who, memory_of, data.point)
+    if plan.result_bytes > limit:
+        what = f"the Jacobian is {plan.m} x {plan.n}, {plan.result_bytes:,} bytes; there are {limit:,}"
+        remedy = "use linjac.linearize_many and its products, or linjac.jvp_many for some directions"
+        raise MemoryBudgetError(compose(who, what, remedy=remedy))
+    return plan
+
+
+def _measured(who: str, program: Program, data: Data, options: Options) -> JacobianPlan:
+    """The cached answer of a measurement, a new one, or under tracing the size rule; the plan says which."""
+    key = ("measured", options)
+    known: JacobianPlan | None = program.notes.get(key)
+    if known is not None:
+        return known
+    by_size = make_plan(who, program, data, options._replace(mode="auto"))
+    if not program.compiled or in_trace(*data):
+        why = "op by op" if not program.compiled else "inside a trace, with no cached answer"
+        return with_note(by_size, f"not measured: {why}; chosen by the size rule")
+    found = fastest(who, program, data, by_size)
+    program.notes[key] = found
+    return found
