@@ -36,6 +36,13 @@ class Target(NamedTuple):
     anchor: Any  # what the cache entry lives as long as: the function, or the class of a callable pytree
     owner: Any = None
     is_tree: bool = False  # the callable itself is the first argument
+    kind: type | None = None  # the class of a pytree whose method this is
+
+    def watched(self) -> list[Any]:
+        """What a guard has to look at."""
+        if self.owner is not None:
+            return [types.MethodType(self.anchor, self.owner)]
+        return [self.anchor] if self.kind is None else [self.kind, self.anchor]
 
     def bind(self) -> Callable[..., Any]:
         """The function to call with the unpacked arguments."""
@@ -69,11 +76,11 @@ def unwrap(fun: Callable[..., Any]) -> Bound:
         fun = fun.func
     if isinstance(fun, types.FunctionType):
         return Bound(Target(fun), args, kwargs)
+    method, owner = getattr(fun, "__func__", None), getattr(fun, "__self__", None)
+    if method is not None and _is_tree(owner):  # also equinox's own bound methods
+        return Bound(Target(method, kind=type(owner)), (owner, *args), kwargs)
     if isinstance(fun, types.MethodType):
-        owner = fun.__self__
-        if _is_tree(owner):
-            return Bound(Target(fun.__func__), (owner, *args), kwargs)
-        return Bound(Target(fun.__func__, owner), args, kwargs)
+        return Bound(Target(method, owner), args, kwargs)
     if _is_tree(fun):
         return Bound(Target(type(fun), is_tree=True), (fun, *args), kwargs)
     return Bound(Target(fun), args, kwargs)
@@ -118,11 +125,11 @@ class Call(NamedTuple):
             names += _leaf_paths(arg, f"{root}[{i - shift}]" if i >= shift else f"fun.args[{i}]")
         return names + [name for key in sorted(self.kwargs) for name in _leaf_paths(self.kwargs[key], key)]
 
-    def selected(self, root: str) -> tuple[PyTreeDef, list[tuple[str, int | None]]]:
+    def selected(self, root: str) -> tuple[PyTreeDef, PyTreeDef, list[tuple[str, int | None, bool]]]:
         """The positions that move, as one tree with None kept as a leaf.
 
-        Returns its treedef and, for every leaf, its name and its place among the traced leaves (None for a leaf
-        that is no array).
+        Returns its treedef, the plain one, and for every leaf its name, its place among the traced leaves (None for a
+        leaf that is no array), and whether it is one (and not a None).
         """
         layout = self.layout
         places = iter(range(len(self.traced)))
@@ -133,14 +140,14 @@ class Call(NamedTuple):
         inner = iter([starts[i] + k for i in layout.argnums for k in range(counts[i])])
         leaves, treedef = jax.tree_util.tree_flatten(chosen, is_leaf=is_none)
         rows = [
-            (name, None if leaf is None else marks[next(inner)])
+            (name, None if leaf is None else marks[next(inner)], leaf is not None)
             for name, leaf in zip(key_paths(chosen, root), leaves, strict=True)
         ]
-        return treedef, rows
+        return treedef, jax.tree_util.tree_structure(chosen), rows
 
 
 def _is_traced(leaf: Any) -> bool:
-    if isinstance(leaf, jax.Array):
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return True
     if isinstance(leaf, _ARRAYS):
         return not isinstance(leaf, np.ndarray | np.generic) or leaf.dtype.kind not in "OSUMm"
@@ -148,9 +155,16 @@ def _is_traced(leaf: Any) -> bool:
 
 
 def take_apart(
-    who: str, root: str, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], argnums: Any
+    who: str,
+    root: str,
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    argnums: Any,
+    *,
+    abstract: bool = False,
 ) -> Call:
-    """Resolve a call of `fun`: `argnums` are the positions that move, None for all."""
+    """Resolve a call of `fun`: `argnums` are the positions that move, None for all; `abstract` allows types."""
     bound = unwrap(fun)
     shift = len(bound.args)
     positions = tuple(i + shift for i in check_argnums(who, argnums, len(args)))
@@ -161,7 +175,8 @@ def take_apart(
     fixed: list[Any] = []
     for leaf in leaves:
         if _is_traced(leaf):
-            traced.append(leaf if isinstance(leaf, jax.Array) else jax.numpy.asarray(leaf))
+            known = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
+            traced.append(leaf if known else jax.numpy.asarray(leaf))
             statics.append(TRACED)
         else:
             statics.append(leaf)
@@ -170,7 +185,14 @@ def take_apart(
     call = Call(bound.target, layout, traced, (tree, positions, tuple(fixed)), args, kwargs)
     if fixed:
         _check_hashable(who, root, call)
+    if not abstract and any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in traced):
+        bad = [f"{name}: {short(leaf)}" for name, leaf in zip(call.names(root), leaves, strict=True) if _is_type(leaf)]
+        raise TypeError(compose(who, "these arguments are types without values", bad, "pass arrays"))
     return call
+
+
+def _is_type(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
 def _check_hashable(who: str, root: str, call: Call) -> None:

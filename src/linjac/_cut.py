@@ -1,7 +1,7 @@
 """The identity is never multiplied into the first weight matrix.
 
-Where a linear program begins with a matrix product, its rows are read off the matrix. This module reads a jaxpr and must
-not know which direction it is.
+Where a linear program begins with a matrix product, its rows are read off the matrix. This module reads a jaxpr and
+must not know which direction it is.
 """
 
 import math

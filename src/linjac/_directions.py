@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from beartype import beartype
 from jax import lax
 from jax.extend.core import Literal
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Int, jaxtyped
 
 from linjac._constants import Jaxpr, scan_counts, subjaxprs
@@ -19,7 +21,7 @@ from linjac._tree import align, bytes_of, is_key, size_of
 
 BUDGET = 16 << 20  # bytes of scratch where the caller says nothing
 FLOOR = 16  # directions in a chunk at least, where the caller says nothing
-CEILING = 256  # more directions a chunk gain no time (tests/benchmarks/bench_many.py) and leave the caches
+CEILING = 1024  # more directions a chunk gain no time; 256 keep two cores half busy (tests/benchmarks/bench_many.py)
 
 
 # how many at a time ---------------------------------------------------------------------------------------------------
@@ -104,7 +106,7 @@ def balanced(count: int, limit: int) -> tuple[int, int]:
 @jaxtyped(typechecker=beartype)
 def basis(types: Sequence[Any], start: Int[jax.Array, ""] | int, count: int) -> list[jax.Array]:
     """Rows `start` to `start + count` of the identity over the concatenated leaves, each (count, *shape)."""
-    rows = start + lax.iota(jnp.int32, count)
+    rows = jnp.asarray(start, jnp.int32) + lax.iota(jnp.int32, count)
     seeds: list[jax.Array] = []
     offset = 0
     for aval in types:
@@ -131,16 +133,21 @@ def from_batch(batch: Sequence[Any]) -> Take:
     return take
 
 
-def from_identity(types: Sequence[Any]) -> Take:
-    """Rows of the identity, made when they are needed."""
-    return lambda start, size: basis(types, start, size)
-
-
 def _product_of_rows(product: Product, rows: list[Any], size: int) -> list[Any]:
     """A chunk at once; a single direction without `vmap`, for what cannot be mapped (host callbacks)."""
     if size == 1:
         return [leaf[None] for leaf in product([leaf[0] for leaf in rows])]
     return jax.vmap(product)(rows)
+
+
+def zeros_before(aval: Any, count: int) -> jax.Array:
+    """Zeros of a type with one more leading axis, laid out over an explicit mesh as the type is."""
+    sharding = aval.sharding
+    if sharding is None or sharding.mesh.empty or AxisType.Explicit not in sharding.mesh.axis_types:
+        return jnp.zeros((count, *aval.shape), aval.dtype)
+    return jnp.zeros(
+        (count, *aval.shape), aval.dtype, out_sharding=NamedSharding(sharding.mesh, P(None, *sharding.spec))
+    )
 
 
 def sweep(product: Product, take: Take, types: Sequence[Any], count: int, limit: int, like: Sequence[Any]) -> list[Any]:
@@ -160,7 +167,7 @@ def sweep(product: Product, take: Take, types: Sequence[Any], count: int, limit:
         rows = _product_of_rows(product, take(start, size), size)
         return [lax.dynamic_update_slice_in_dim(out, row, start, 0) for out, row in zip(outs, rows, strict=True)], None
 
-    empty = [jnp.zeros((count, *aval.shape), aval.dtype) for aval in types]
+    empty = [zeros_before(aval, count) for aval in types]
     return lax.scan(step, align(empty, like)[0], jnp.arange(chunks))[0]
 
 

@@ -16,7 +16,7 @@ from linjac._kernel import Kernel
 from linjac._program import Data, Program, input_space, output_space
 from linjac._residuals import Source
 from linjac._tracing import Output, call_flat
-from linjac._tree import is_inexact, type_of
+from linjac._tree import is_inexact, manual_axes, type_of, vary
 
 
 class EagerProgram(Program):
@@ -63,7 +63,9 @@ class EagerProgram(Program):
         else:
             try:
                 _, linear, outs = jax.linearize(moved, *[point[i] for i in self.moving], has_aux=True)
-            except Exception as err:  # what JAX can only push forward, or what fun itself raises: that one comes again
+            except (NotImplementedError, ValueError) as err:  # what JAX can only push forward
+                if isinstance(err, ValueError) and "known values" not in str(err):
+                    raise
                 done = self.evaluate(point)
                 self.obstacle("linearize", err)
                 return done
@@ -81,6 +83,7 @@ class EagerProgram(Program):
             captured = self.kernel.lift_constants() + captured
         except Exception as err:
             self.obstacle("reverse", err)
+        self._call = _gone  # stored: the function is needed no more, and must not live on in a treedef
         return outs, outputs[-1], Data(point, [], self._store([*captured, *residuals], point))
 
     def _store(self, residuals: Sequence[Any], point: Sequence[Any]) -> list[Any]:
@@ -96,6 +99,12 @@ class EagerProgram(Program):
         self.sources = tuple(sources)
         self.residual_types = tuple(type_of(leaf) for leaf in fresh)
         return fresh
+
+    def _try(self, direction: str, data: Data) -> bool:
+        """Without a linear program the products call the function: JAX says then what it cannot do."""
+        if self.kernel is None:
+            return direction == "forward" or "linearize" not in self.obstacles
+        return super()._try(direction, data)
 
     def evaluate(self, point: list[Any]) -> tuple[list[Any], Output, Data]:
         """As `linearize`, keeping nothing: products call the function again."""
@@ -120,6 +129,10 @@ class EagerProgram(Program):
         return list(pullback(list(cotangents)))
 
 
+def _gone(*_: Any, **__: Any) -> Any:
+    raise AssertionError("a stored linearization does not call its function")
+
+
 class Evaluated(NamedTuple):
     """An eager program with its outputs and data."""
 
@@ -131,8 +144,8 @@ class Evaluated(NamedTuple):
 
 def linearize(who: str, call: Call, *, has_aux: bool, stored: bool) -> Evaluated:
     """Linearize op by op; a function that `jax.linearize` refuses keeps nothing."""
-    program = EagerProgram(who, call, has_aux)
-    point = list(call.traced)
+    point = [vary(leaf, manual_axes()) for leaf in call.traced]
+    program = EagerProgram(who, call._replace(traced=point), has_aux)
     if stored:
         return Evaluated(program, *program.linearize(point))
     return Evaluated(program, *program.evaluate(point))

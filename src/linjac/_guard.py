@@ -1,15 +1,14 @@
 """What a function sees from outside, and whether that is still the same.
 
 A traced program is valid while everything its function reads is what it was: closure cells, the globals that its code
-names, its defaults, the attributes of a bound `self`, the functions of its own package that it calls, and the
-leaves of dicts, lists and tuples reached that way. Identity is what counts, so a check costs no array
+names, its defaults, the attributes of a bound `self` and of its class, the functions that it reaches in one of these
+ways, and the leaves of dicts, lists and tuples found there. Identity is what counts, so a check costs no array
 comparison: about 50 ns for each name. Integers inside containers are left out: they are counters more often than not.
 
 A guard must not keep anything alive: it holds identities, and weak references that say when one of them has died.
 """
 
 import functools
-import operator
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -18,11 +17,13 @@ from typing import Any
 _CONTAINERS = (dict, list, tuple)
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), types.CodeType)
 _ABSENT = object()
-_LIBRARIES = frozenset({"jax", "jaxlib", "numpy"})
+_LIBRARIES = frozenset({"jax", "jaxlib", "numpy", "linjac", "builtins", "functools"})
 
 
-def _package(function: types.FunctionType) -> str:
-    return str(function.__globals__.get("__name__", "")).partition(".")[0]
+def _package(value: Any) -> str:
+    """The top-level package that a function, class or module comes from."""
+    name = value.__globals__.get("__name__", "") if isinstance(value, types.FunctionType) else value.__module__
+    return str(name).partition(".")[0]
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
@@ -33,54 +34,163 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-class _Sites:
-    """The places to look at: cells, (namespace, names) pairs, functions and owners."""
-
-    def __init__(self) -> None:
-        self.cells: list[types.CellType] = []
-        self.namespaces: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
-        self.functions: dict[int, weakref.ref[types.FunctionType]] = {}
-        self.owners: list[weakref.ref[Any]] = []
-
-    def watch(self, namespace: dict[str, Any], names: Iterator[str] | list[str]) -> list[Any]:
-        """Add the names that exist in a namespace; returns what they are bound to."""
-        _, watched = self.namespaces.setdefault(id(namespace), (namespace, {}))
-        found = [name for name in names if name in namespace]
-        watched.update(dict.fromkeys(found))
-        return [namespace[name] for name in found]
-
-    def add(self, function: types.FunctionType, home: str) -> None:
-        """Add a function and, through it, the functions of its own package that it reaches."""
-        if id(function) in self.functions:
-            return
-        self.functions[id(function)] = weakref.ref(function)
-        names = list(dict.fromkeys(_names(function.__code__)))
-        seen = self.watch(function.__globals__, names)
-        for value in seen:
-            if isinstance(value, types.ModuleType) and value.__name__.partition(".")[0] not in _LIBRARIES:
-                seen = seen + self.watch(value.__dict__, names)
-        for cell in function.__closure__ or ():
-            self.cells.append(cell)
-            content = _content(cell)
-            if isinstance(content, types.FunctionType) and _package(content) not in _LIBRARIES:
-                self.add(content, _package(content))
-        for value in seen:
-            if isinstance(value, types.FunctionType) and _package(value) == home:
-                self.add(value, home)
-
-    def add_owner(self, owner: Any) -> None:
-        """Add the attributes of an object and the methods of its class."""
-        self.owners.append(weakref.ref(owner))
-        for value in vars(type(owner)).values():
-            if isinstance(value, types.FunctionType):
-                self.add(value, _package(value))
-
-
 def _content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # not filled yet, or emptied
         return _ABSENT
+
+
+def _mro(kind: type) -> list[type]:
+    return [base for base in kind.__mro__ if _package(base) not in _LIBRARIES]
+
+
+class _Sites:
+    """The places to look at. Each is a function without arguments that lists what is there now."""
+
+    def __init__(self) -> None:
+        self.reads: list[Callable[[], Iterable[Any]]] = []
+        self.home = ""
+        self._seen: set[int] = set()
+        self._kinds: list[type] = []
+        self._names: dict[str, None] = {}
+
+    def add(self, value: Any) -> None:
+        """Add whatever a callable (or an object that is called) reads."""
+        if isinstance(value, functools.partial):
+            self.add(value.func)
+            self.add_all(_leaves([value.args, value.keywords], set()))
+        elif isinstance(value, types.MethodType):
+            self.add_owner(value.__self__)
+            self.add(value.__func__)
+        elif isinstance(value, types.FunctionType):
+            self._add_function(value)
+        elif isinstance(value, staticmethod | classmethod):
+            self.add(value.__func__)
+        elif isinstance(value, property):
+            self.add_all([value.fget])
+        elif isinstance(value, type):
+            self.add_kind(value)
+        elif type(value).__name__ in ("custom_jvp", "custom_vjp"):  # the user's primal and rules are attributes
+            self.add_all(vars(value).values())
+        elif value is not None and callable(value) and _package(type(value)) not in _LIBRARIES:
+            self.add_owner(value)
+
+    def add_all(self, values: Iterable[Any]) -> None:
+        """Add those of some values that can be called."""
+        for value in values:
+            if callable(value) or isinstance(value, staticmethod | classmethod | property):
+                self.add(value)
+
+    def _add_function(self, function: types.FunctionType) -> None:
+        if id(function) in self._seen:
+            return
+        self._seen.add(id(function))
+        if _package(function) in _LIBRARIES:  # jax.vmap(f), jax.grad(f): a wrapper
+            self.add_all([getattr(function, "__wrapped__", None)])
+            return
+        self.reads.append(functools.partial(_rules, weakref.ref(function)))
+        names = list(dict.fromkeys(_names(function.__code__)))
+        self._names.update(dict.fromkeys(names))
+        self._add_cells(function.__closure__ or ())
+        self._add_namespace(function.__globals__, names)
+        self.add_all(_leaves([function.__defaults__ or ()], set()))
+        self.add_all((function.__kwdefaults__ or {}).values())
+        for kind in self._kinds:
+            self._add_attributes(kind, names)
+
+    def _add_cells(self, cells: tuple[types.CellType, ...]) -> None:
+        if cells:
+            self.reads.append(functools.partial(_cells, cells))
+            self.add_all(_leaves(map(_content, cells), set()))
+
+    def _watch(self, namespace: dict[str, Any], names: list[str]) -> list[Any]:
+        found = tuple(name for name in names if name in namespace)
+        if found:
+            self.reads.append(functools.partial(map, namespace.get, found))
+        return [namespace[name] for name in found]
+
+    def _add_namespace(self, namespace: dict[str, Any], names: list[str]) -> None:
+        pending = self._watch(namespace, names)
+        for value in pending:  # grows: a module's attributes, named in the same code
+            if isinstance(value, types.ModuleType):
+                if value.__name__.partition(".")[0] not in _LIBRARIES and id(value) not in self._seen:
+                    self._seen.add(id(value))
+                    pending += self._watch(value.__dict__, names)
+            elif isinstance(value, type):
+                self.add_all([value] if _package(value) == self.home else [])
+            elif isinstance(value, types.FunctionType | functools.partial | types.MethodType | dict | list | tuple):
+                inside = _leaves([value], set())
+                self.add_all(leaf for leaf in inside if not isinstance(leaf, types.FunctionType) or self._near(leaf))
+            elif type(value).__name__ in ("custom_jvp", "custom_vjp") or _package(type(value)) == self.home:
+                self.add_all([value])
+
+    def _near(self, function: types.FunctionType) -> bool:
+        return _package(function) == self.home or _package(function) in _LIBRARIES
+
+    def add_owner(self, owner: Any) -> None:
+        """Add the attributes of an object, and of its class as far as its methods name them."""
+        if isinstance(owner, type):
+            self.add_kind(owner)
+            return
+        if id(owner) in self._seen or _package(type(owner)) in _LIBRARIES:
+            return
+        self._seen.add(id(owner))
+        slots = [name for base in _mro(type(owner)) for name in _slot_names(base)]
+        try:
+            reference = weakref.ref(owner)
+        except TypeError:
+            reference = functools.partial(_identity, owner)
+        self.reads.append(functools.partial(_attributes, reference, tuple(slots)))
+        self.add_kind(type(owner))
+        self.add_all(_attributes(reference, tuple(slots)))
+
+    def add_kind(self, kind: type) -> None:
+        """Add a class: its `__call__`, and the attributes that the functions seen so far name."""
+        if kind in self._kinds or _package(kind) in _LIBRARIES:
+            return
+        self._kinds.append(kind)
+        self._add_attributes(kind, ["__call__", *self._names])
+
+    def _add_attributes(self, kind: type, names: list[str]) -> None:
+        for base in _mro(kind):
+            found = [name for name in names if name in vars(base)]
+            if found:
+                self.reads.append(functools.partial(_class_attributes, weakref.ref(base), tuple(found)))
+                self.add_all([vars(base)[name] for name in found])
+
+
+def _slot_names(kind: type) -> Iterable[str]:
+    slots = vars(kind).get("__slots__", ())
+    return [name for name in ((slots,) if isinstance(slots, str) else slots) if not name.startswith("__")]
+
+
+# what is there now ----------------------------------------------------------------------------------------------------
+def _identity(value: Any) -> Any:
+    return value
+
+
+def _rules(reference: Callable[[], Any]) -> Iterable[Any]:
+    function = reference()
+    keyword = function.__kwdefaults__
+    return (function.__code__, *(function.__defaults__ or ()), *(keyword.values() if keyword else ()))
+
+
+def _cells(cells: tuple[types.CellType, ...]) -> Iterable[Any]:
+    try:
+        return [cell.cell_contents for cell in cells]
+    except ValueError:
+        return [_content(cell) for cell in cells]
+
+
+def _attributes(reference: Callable[[], Any], slots: tuple[str, ...]) -> list[Any]:
+    owner = reference()
+    values = list(vars(owner).values()) if hasattr(owner, "__dict__") else []
+    return values + [getattr(owner, name, _ABSENT) for name in slots]
+
+
+def _class_attributes(reference: Callable[[], Any], names: tuple[str, ...]) -> Iterable[Any]:
+    return map(vars(reference()).get, names)
 
 
 def _leaves(values: Iterable[Any], seen: set[int]) -> Iterator[Any]:
@@ -94,28 +204,21 @@ def _leaves(values: Iterable[Any], seen: set[int]) -> Iterator[Any]:
             yield value
 
 
-_rules = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
-
-
 class Guard:
-    """A snapshot of what one function sees; `holds()` compares it with what there is now."""
+    """A snapshot of what some callables see; `holds()` compares it with what there is now."""
 
-    def __init__(self, function: Callable[..., Any], owner: object = None) -> None:
+    def __init__(self, *callables: Any) -> None:
         sites = _Sites()
         self._stale = False
-        method = function if isinstance(function, types.FunctionType) else vars(type(function)).get("__call__")
-        if isinstance(method, types.FunctionType):
-            sites.add(method, _package(method))
-        for holder in (owner, None if method is function else function):
-            if holder is not None and hasattr(holder, "__dict__") and not isinstance(holder, type):
-                sites.add_owner(holder)
-        self._cells = sites.cells
-        self._namespaces = [(namespace.get, tuple(names)) for namespace, names in sites.namespaces.values() if names]
-        self._functions = list(sites.functions.values())
-        self._owners = sites.owners
+        for value in callables:
+            function = getattr(value, "__func__", value)
+            if isinstance(function, types.FunctionType) and not sites.home:
+                sites.home = _package(function)
+            sites.add(value)
+        self._reads = sites.reads
         self._containers: tuple[int, ...] = ()
         values = self._values()
-        self._containers = tuple(i for i, value in enumerate(values) if isinstance(value, _CONTAINERS))
+        self._containers = tuple(i for i, value in enumerate(values) if isinstance(value, _CONTAINERS) and value)
         values += self._inside(values)
         self._keep = [self._hold(value) for value in values]
         self._identities = list(map(id, values))
@@ -126,23 +229,16 @@ class Guard:
             return False
         try:
             values = self._values()
-        except (AttributeError, TypeError):  # a watched function or owner is gone
+        except (AttributeError, TypeError):  # a watched function, class or owner is gone
             return False
         if self._containers:
             values += self._inside(values)
         return self._identities == list(map(id, values))
 
     def _values(self) -> list[Any]:
-        try:
-            values: list[Any] = [cell.cell_contents for cell in self._cells]
-        except ValueError:
-            values = [_content(cell) for cell in self._cells]
-        for get, names in self._namespaces:
-            values += map(get, names)
-        for function in self._functions:
-            values += _rules(function())
-        for owner in self._owners:
-            values += vars(owner()).values()
+        values: list[Any] = []
+        for read in self._reads:
+            values += read()
         return values
 
     def _inside(self, values: list[Any]) -> list[Any]:

@@ -1,7 +1,7 @@
 """Jacobians: the public functions, from arguments through a plan to blocks."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,6 +71,7 @@ def jacobian(
         [[4. 1.]
          [3. 2.]]
     """
+    argnums = tuple(argnums) if isinstance(argnums, Iterator) else argnums
     options = _options("jacobian", fun, mode, has_aux, holomorphic, allow_int, chunk_size, memory_budget, layout, jit)
 
     @functools.wraps(fun)
@@ -226,7 +227,7 @@ class _Done(NamedTuple):
 def _prepare(
     who: str, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], argnums: Any, options: _Options
 ) -> _Prepared:
-    call = take_apart(who, "args", fun, args, kwargs, argnums)
+    call = take_apart(who, "args", fun, args, kwargs, argnums, abstract=who == "plan_jacobian")
     plan_options = options.plan._replace(single=np.ndim(argnums) == 0)
     traced = trace(who, call, has_aux=options.has_aux) if options.jit else None
     if traced is None or isinstance(traced, ByValue):

@@ -91,6 +91,16 @@ class Kernel:
         self.pullback = pullback
         return lifted
 
+    def maps(self, direction: str) -> bool:
+        """Whether `jax.vmap` takes this direction; found by tracing, nothing is computed."""
+        product, vectors = (self.push, self._inputs) if direction == "forward" else (self.pull, self._outputs)
+        batch = [jax.ShapeDtypeStruct((2, *aval.shape), aval.dtype) for aval in vectors]
+        try:
+            jax.eval_shape(jax.vmap(product, in_axes=(None, 0)), self.residual_types, batch)
+        except Exception:
+            return False
+        return True
+
     # products -------------------------------------------------------------------------------------------------------
     def push(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         """J v."""

@@ -5,11 +5,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Never
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
 from linjac._decide import decide
-from linjac._directions import chunk_limit, from_batch, from_identity, sweep, sweep_eagerly
+from linjac._directions import chunk_limit, from_batch, sweep, sweep_eagerly
 from linjac._errors import PointError, TangentError, compose
 from linjac._operator import Operator
 from linjac._options import check_choice, check_chunk_size, check_flag, check_memory_budget
@@ -17,9 +18,10 @@ from linjac._plan import JacobianPlan, Options, assemble, resolve_mode
 from linjac._program import Data, Program, TracedProgram, alive, bytes_of_direction, mode_error
 from linjac._space import Space
 from linjac._sweeps import parts, parts_eagerly, pieces, work
-from linjac._tree import align, in_trace, is_inexact, is_key, short, type_of
+from linjac._tree import in_trace, is_complex, is_inexact, is_key, short, type_of, vary, varying_axes
 
 STORED, RECOMPUTE = "stored", "recompute"
+FUSED = 256  # directions from which a batch through a scan is pushed through the function itself
 
 
 class Linearization(Operator):
@@ -137,6 +139,7 @@ class Linearization(Operator):
 
         Raises:
             ModeError: The mode cannot work for this function.
+            ValueError: `mode="measure"`, or an option has a wrong value.
         """
         who = "linear_fn.jacobian"
         check_choice(who, "layout", layout, ("blocks", "matrix"))
@@ -151,6 +154,23 @@ class Linearization(Operator):
         data, _ = self._ready([])
         plan = decide(who, self._program, data, options, repeated)
         return assemble(who, plan, alive(who, self._pieces, plan, data))
+
+    def as_matrix(self) -> jax.Array:
+        """The dense matrix, in the cheaper of the modes that are possible.
+
+        Returns:
+            An array of shape (m, n). For complex inputs and outputs it is the matrix of a holomorphic function; for
+            complex inputs and real outputs it has the convention of `jax.jacrev`.
+
+        Raises:
+            TypeError: Some inputs are real and some complex, and so are the outputs: there is no such matrix.
+        """
+        inputs, outputs = self._program.inputs, self._program.outputs
+        both = inputs.is_complex and outputs.is_complex
+        if both and not all(map(is_complex, (*inputs.avals, *outputs.avals))):
+            what = "real and complex leaves on both sides: the map is linear over the reals alone and has no matrix"
+            raise TypeError(compose("linear_fn.as_matrix", what, remedy="differentiate real and imaginary parts"))
+        return self.jacobian(layout="matrix", holomorphic=both)
 
     def _pieces(self, plan: JacobianPlan, data: Data) -> list[list[Any]]:
         program, layout = self._program, plan.layout
@@ -182,7 +202,11 @@ class Linearization(Operator):
         mine = jax.tree_util.tree_flatten_with_path(self.primals)
         theirs = jax.tree_util.tree_flatten_with_path(primals)
         if mine[1] != theirs[1]:
-            raise PointError(compose(who, "this is not the point: the structure differs", [f"expected {mine[1]}"]))
+            names = [["primals" + jax.tree_util.keystr(path) for path, _ in side[0]] for side in (mine, theirs)]
+            bad = [f"{name}: missing" for name in names[0] if name not in names[1]]
+            bad += [f"{name}: not in the point" for name in names[1] if name not in names[0]]
+            bad = bad or [f"expected {mine[1]}, got {theirs[1]}"]
+            raise PointError(compose(who, "this is not the point: the structure differs", bad))
         leaves = [(path, a, b) for (path, a), (_, b) in zip(mine[0], theirs[0], strict=True)]
         if in_trace([leaf for _, *pair in leaves for leaf in pair]):
             what = "the point cannot be compared inside a trace, where values are not known"
@@ -228,6 +252,10 @@ class Linearization(Operator):
         wanted = [*program.point_types, *(program.residual_types if self._strategy == STORED else ())]
         have = [*data.point, *(data.residuals if self._strategy == STORED else ())]
         for leaf, aval in zip(have, wanted, strict=True):
+            if leaf.dtype != aval.dtype:
+                what = "its leaves have been cast since it was made"
+                line = f"a leaf is {short(leaf)} where the function was linearized at {short(aval)}"
+                raise TangentError(compose("linear_fn", what, [line], "linearize at a point of that dtype"))
             if np.shape(leaf) != aval.shape:
                 what = "made under jax.vmap (or stacked), and used without it"
                 line = f"a leaf is {short(leaf)} where the function was linearized at {short(aval)}"
@@ -241,10 +269,18 @@ class Linearization(Operator):
         data = self._data
         if self._traced is None:
             self._traced = in_trace(*data)
-        if self._traced or in_trace(flat):
-            point, constants, residuals, flat = align(*data, flat)
-            data = Data(point, constants, residuals)
+        if self._traced or (flat and isinstance(flat[0], jax.core.Tracer)):
+            return self._aligned(flat)
         return data, flat
+
+    def _aligned(self, flat: list[Any]) -> tuple[Data, list[Any]]:
+        """Inside shard_map: data as it was traced, the vector varying over the same axes; all over more, if it does."""
+        mine = self._program.axes
+        extra = frozenset().union(*map(varying_axes, flat)) - mine
+        if extra:
+            point, constants, residuals = ([vary(leaf, varying_axes(leaf) | extra) for leaf in g] for g in self._data)
+            return Data(point, constants, residuals), [vary(leaf, mine | extra) for leaf in flat]
+        return self._data, [vary(leaf, mine) for leaf in flat]
 
     def _apply(self, direction: str) -> Callable[[Data, Sequence[Any]], list[Any]]:
         program = self._program
@@ -267,7 +303,7 @@ class Linearization(Operator):
         flat, count = self._program.outputs.flatten_batch(who, cotangents)
         return self._program.inputs.unflatten(who, self._sweep("reverse", who, flat, count, limits))
 
-    def _products(self, direction: str, who: str, batch: list[Any] | None, count: int) -> list[Any]:
+    def _products(self, direction: str, who: str, batch: list[Any], count: int) -> list[Any]:
         return self._sweep(direction, who, batch, count, (None, None))
 
     def _spaces(self) -> tuple[Space, Space]:
@@ -284,26 +320,27 @@ class Linearization(Operator):
         self,
         direction: str,
         who: str,
-        batch: list[Any] | None,
+        batch: list[Any],
         count: int,
         limits: tuple[int | None, int | None],
     ) -> list[Any]:
-        """Products with every direction of a batch, or with the rows of the identity where there is none."""
-        data, flat = self._ready(batch or [])
-        batch = None if batch is None else flat
+        """Products with every direction of a batch."""
+        data, batch = self._ready(batch)
         if direction == "reverse":
             self._need_reverse(who, data)
-        program, apply = self._program, self._apply(direction)
+        program = self._program
+        apply = program.jvp if direction == "forward" and count >= FUSED and program.fuses else self._apply(direction)
         limit = chunk_limit(bytes_of_direction(program, direction), *limits)
+        if limit > 1 and not program.maps(direction, data):
+            limit = 1
         ends = (program.inputs, program.outputs) if direction == "forward" else (program.outputs, program.inputs)
         mapped = sweep if program.compiled else sweep_eagerly
 
-        def run(data: Data, batch: list[Any] | None) -> list[Any]:
-            take = from_identity(ends[0].avals) if batch is None else from_batch(batch)
-            like = [*data.point, *data.constants, *data.residuals, *(batch or ())]
-            return mapped(lambda vector: apply(data, vector), take, ends[1].avals, count, limit, like)
+        def run(data: Data, batch: list[Any]) -> list[Any]:
+            like = [*data.point, *data.constants, *data.residuals, *batch]
+            return mapped(lambda vector: apply(data, vector), from_batch(batch), ends[1].avals, count, limit, like)
 
-        key = ("sweep", direction, self._strategy, count, limit, batch is None)
+        key = ("sweep", direction, self._strategy, count, limit)
         return alive(who, program.run, key, run, data, batch)
 
 

@@ -1,6 +1,6 @@
 """The public functions of one point and many directions: linearize, or push and pull batches and keep nothing."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, overload
 
 from linjac import _eager
@@ -100,7 +100,9 @@ def linearize_many(
     return (value, linear_fn, aux()) if has_aux else (value, linear_fn)
 
 
-def residual_bytes(fun: Callable[..., Any], *primals: Any, argnums: int | Sequence[int] | None = None) -> int:
+def residual_bytes(
+    fun: Callable[..., Any], *primals: Any, argnums: int | Sequence[int] | None = None, has_aux: bool = False
+) -> int:
     """Bytes that a stored linearization of `fun` at `primals` would keep beside the point and its constants.
 
     Known from the trace: nothing is computed or allocated, and the program is the one that `linjac.linearize_many`
@@ -110,6 +112,7 @@ def residual_bytes(fun: Callable[..., Any], *primals: Any, argnums: int | Sequen
         fun: The function.
         *primals: The point, or `jax.ShapeDtypeStruct`s.
         argnums: The positions to differentiate; None for all.
+        has_aux: Whether `fun` returns a pair (value, aux).
 
     Returns:
         The bytes; 0 for a function that JAX can only push forward.
@@ -121,11 +124,11 @@ def residual_bytes(fun: Callable[..., Any], *primals: Any, argnums: int | Sequen
         4000
     """
     who = "residual_bytes"
-    _check_options(who)
-    call = _take_apart(who, fun, primals, argnums)
-    traced = trace(who, call)
+    _check_options(who, has_aux=has_aux)
+    call = _take_apart(who, fun, primals, argnums, abstract=True)
+    traced = trace(who, call, has_aux=has_aux)
     if isinstance(traced, ByValue):
-        done = _eager.linearize(who, call, has_aux=False, stored=True)
+        done = _eager.linearize(who, call, has_aux=has_aux, stored=True)
         traced.warn()
         return done.program.residual_bytes
     return traced.program.residual_bytes
@@ -241,10 +244,13 @@ def _check_tuple(who: str, name: str, value: Any) -> tuple[Any, ...]:
     return tuple(value)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
 
 
-def _take_apart(who: str, fun: Callable[..., Any], primals: Sequence[Any], argnums: Any) -> Call:
+def _take_apart(
+    who: str, fun: Callable[..., Any], primals: Sequence[Any], argnums: Any, *, abstract: bool = False
+) -> Call:
     check_callable(who, fun)
+    argnums = tuple(argnums) if isinstance(argnums, Iterator) else argnums
     refuse_strings(who, primals, argnums)
-    return take_apart(who, "primals", fun, tuple(primals), {}, argnums)
+    return take_apart(who, "primals", fun, tuple(primals), {}, argnums, abstract=abstract)
 
 
 def _transient(
@@ -280,7 +286,7 @@ def _linearize(
     outs: list[Any] = []
     if _choose(who, program, strategy, budget, point) == STORED:
         outs, fresh = alive(who, program.run, "stage", program.stage, constants, point)
-        data = Data(point, [constants[i] for i in program.kept_constants], fresh)
+        data = Data(point, program.keep(constants), fresh)
         linear_fn = Linearization(data, program, STORED)
     else:
         outs = alive(who, program.run, "value", program.value, constants, point) if value else []
@@ -316,9 +322,11 @@ def _choose(who: str, program: TracedProgram, strategy: str, budget: int | None,
 
 def _need_movement(who: str, program: Program) -> None:
     """A point that has leaves, none of which can move, is a mistake (an empty tree is not)."""
-    leaves = [leaf for leaf in program.inputs.leaves if leaf.aval is not None]
+    leaves = [leaf for leaf in program.inputs.leaves if leaf.present]
     if leaves and not program.inputs.avals:
-        bad = [f"{leaf.name.replace('tangents', 'primals', 1)}: {short(leaf.aval)}" for leaf in leaves]
+        kinds = ["no array" if leaf.aval is None else short(leaf.aval) for leaf in leaves]
+        names = [leaf.name.replace("tangents", "primals", 1) for leaf in leaves]
+        bad = [f"{name}: {kind}" for name, kind in zip(names, kinds, strict=True)]
         raise TypeError(
             compose(who, "nothing here can move", bad, "only floating and complex leaves do: cast to float")
         )

@@ -27,6 +27,6 @@ def _of(device: Any) -> int:
 def memory_of(leaves: list[Any]) -> int:
     """Bytes of memory where these arrays live (the default device for tracers and for no arrays)."""
     for leaf in leaves:
-        if not isinstance(leaf, jax.core.Tracer):
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
             return min(map(_of, leaf.devices()))
     return _of(jax.devices()[0])

@@ -14,11 +14,11 @@ import numpy as np
 
 from linjac._errors import TangentError, compose
 from linjac._space import Space
-from linjac._tree import is_complex, promoted, short, size_of
+from linjac._tree import is_complex, promoted, short, size_of, type_of
 
 
 class Operator(abc.ABC):
-    """`shape`, `dtype`, products with one tree and with flat vectors, and the dense matrix."""
+    """`shape`, `dtype`, and products with one tree and with flat vectors."""
 
     __slots__ = ()
 
@@ -40,8 +40,12 @@ class Operator(abc.ABC):
         """One product."""
 
     @abc.abstractmethod
-    def _products(self, direction: str, who: str, batch: list[Any] | None, count: int) -> list[Any]:
-        """A batch of products; with the rows of the identity where `batch` is None."""
+    def _products(self, direction: str, who: str, batch: list[Any], count: int) -> list[Any]:
+        """A batch of products."""
+
+    @abc.abstractmethod
+    def as_matrix(self) -> jax.Array:
+        """The dense matrix."""
 
     # the operator -----------------------------------------------------------------------------------------------------
     @property
@@ -100,30 +104,6 @@ class Operator(abc.ABC):
         rows = self._products("reverse", "linear_fn.rmatmat", [leaf.conj() for leaf in batch], count)
         return _join(inputs, rows, (count,)).conj().T
 
-    def as_matrix(self) -> jax.Array:
-        """The dense matrix: n columns pushed forward, or m rows pulled back where that is fewer.
-
-        Returns:
-            An array of shape (m, n). For complex inputs and outputs it is the matrix of a holomorphic function; for
-            complex inputs and real outputs it has the convention of `jax.jacrev`.
-        """
-        inputs, outputs = self._spaces()
-        m, n = self.shape
-        if m == 0 or n == 0:
-            return jnp.zeros((m, n), self.dtype)
-        if _forward(inputs, outputs):
-            matrix = _join(outputs, self._products("forward", "linear_fn.as_matrix", None, n), (n,)).T
-        else:
-            matrix = _join(inputs, self._products("reverse", "linear_fn.as_matrix", None, m), (m,))
-        return matrix.astype(self.dtype)
-
-
-def _forward(inputs: Space, outputs: Space) -> bool:
-    """Columns or rows: the fewer sweeps, but one real end has to be the end that is seeded."""
-    if inputs.is_complex != outputs.is_complex:
-        return outputs.is_complex
-    return inputs.size <= outputs.size
-
 
 def _structs(space: Space) -> list[Any]:
     return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in space.avals]
@@ -131,7 +111,7 @@ def _structs(space: Space) -> list[Any]:
 
 def _split(who: str, space: Space, vector: Any) -> list[Any]:
     """The leaves of a flat vector."""
-    array = jnp.asarray(vector)
+    array = _as_array(who, vector)
     if array.ndim == 2 and array.shape[1] == 1:
         array = array[:, 0]
     if array.shape != (space.size,):
@@ -141,10 +121,16 @@ def _split(who: str, space: Space, vector: Any) -> list[Any]:
 
 def _split_columns(who: str, space: Space, matrix: Any) -> tuple[list[Any], int]:
     """The batch of leaves of the columns of a matrix, and their number."""
-    array = jnp.asarray(matrix)
+    array = _as_array(who, matrix)
     if array.ndim != 2 or array.shape[0] != space.size:
         raise TangentError(compose(who, "wrong shape", [f"expected ({space.size}, k), got {short(matrix)}"]))
     return _cut(who, space, array.T), array.shape[1]
+
+
+def _as_array(who: str, value: Any) -> jax.Array:
+    if type_of(value) is None:
+        raise TangentError(compose(who, "not an array", [f"got {short(value)}"]))
+    return jnp.asarray(value)
 
 
 def _cut(who: str, space: Space, array: jax.Array) -> list[Any]:

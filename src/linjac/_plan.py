@@ -16,7 +16,7 @@ import numpy as np
 from linjac._blocks import block_tree, unflatten_matrix
 from linjac._constants import Jaxpr, equations
 from linjac._cut import find_cut
-from linjac._directions import BUDGET, CEILING, FLOOR, balanced
+from linjac._directions import BUDGET, FLOOR, balanced
 from linjac._errors import ModeError, compose
 from linjac._options import check_choice
 from linjac._program import Data, Program, TracedProgram, bytes_of_direction
@@ -27,6 +27,7 @@ MODES = ("auto", "fwd", "rev", "measure")
 DIRECTION = {"fwd": "forward", "rev": "reverse"}
 OTHER = {"fwd": "rev", "rev": "fwd"}
 CLOSE = 4.0  # sizes within this factor of each other decide nothing alone
+CHUNK = 128  # directions in a chunk of a Jacobian too large for one: enough for dense nets, and little scratch
 FUSED = 512  # fused forward sweeps win up to about this many inputs (FACTS: GRU by 1.2 to 1.4)
 
 
@@ -230,8 +231,8 @@ def make_plan(who: str, program: Program, data: Data, options: Options) -> Jacob
         what = "fun reduces over a mapped axis, so forward and reverse mode answer different questions"
         remedy = "differentiate outside: apply linjac to the mapped function, jax.vmap(fun) or jax.shard_map(fun)"
         raise ModeError(compose(who, what, program.kernel.collectives, remedy))
-    mode, notes = _resolve_mode(who, program, options, refused)
-    recipe, more = _resolve_recipe(program, mode, options)
+    mode, notes = _resolve_mode(who, program, data, options, refused)
+    recipe, more = _resolve_recipe(program, data, mode, options)
     count = n if mode == "fwd" else m
     chunks, size = balanced(count, recipe.chunk_size)
     factor = 2 if recipe.paired else 1
@@ -276,7 +277,9 @@ def _columns(program: Program) -> Side:
     return Side(tuple(names), tuple(aval.shape for aval in program.inputs.avals))
 
 
-def _resolve_mode(who: str, program: Program, options: Options, refused: dict[str, str]) -> tuple[str, tuple[str, ...]]:
+def _resolve_mode(
+    who: str, program: Program, data: Data, options: Options, refused: dict[str, str]
+) -> tuple[str, tuple[str, ...]]:
     m, n = program.outputs.size, program.inputs.size
     if len(refused) == 2:
         lines = [f"{DIRECTION[mode]}: {reason}" for mode, reason in refused.items()]
@@ -297,12 +300,12 @@ def _resolve_mode(who: str, program: Program, options: Options, refused: dict[st
         return available[0], _custom_note(program, available[0])
     if program.inputs.is_complex != program.outputs.is_complex:  # one sweep each, instead of two
         return ("rev" if program.inputs.is_complex else "fwd"), ("one end is complex: seeds at the real end",)
-    mode = _by_size(program, m, n)
+    mode = _by_size(program, data, m, n)
     near = m and n and max(m, n) <= CLOSE * min(m, n)
     return mode, ("sizes are close: consider mode='measure'",) if near else ()
 
 
-def _by_size(program: Program, m: int, n: int) -> str:
+def _by_size(program: Program, data: Data, m: int, n: int) -> str:
     """The fewer sweeps; in a tie, reverse where it writes rows in place chunk by chunk or begins with a matrix."""
     kernel = program.kernel
     if kernel is None:
@@ -311,7 +314,7 @@ def _by_size(program: Program, m: int, n: int) -> str:
         return "fwd"
     if n != m:
         return "fwd" if n < m else "rev"
-    chunked = balanced(n, _limit(program, "fwd", Options()))[0] > 1
+    chunked = balanced(n, _limit(program, data, "fwd", Options()))[0] > 1
     return "rev" if chunked or kernel.primitives & (_MATMULS | {"scan"}) else "fwd"
 
 
@@ -343,12 +346,12 @@ _TALL = 4  # outputs for each input from which a layout pass pays in any program
 _SHIFTS_FUSE = jax.__version_info__ < (0, 12)  # from XLA of JAX 0.12 on, fused forward sweeps of stencils are slow
 
 
-def _resolve_recipe(program: Program, mode: str, options: Options) -> tuple[Recipe, tuple[str, ...]]:
+def _resolve_recipe(program: Program, data: Data, mode: str, options: Options) -> tuple[Recipe, tuple[str, ...]]:
     direction = DIRECTION[mode]
     m, n = program.outputs.size, program.inputs.size
     kernel = program.kernel
     paired = _is_paired(program, mode)
-    limit = _limit(program, mode, options)
+    limit = _limit(program, data, mode, options)
     if kernel is None:
         return Recipe(direction, limit, fused=True, paired=paired), ("jvp only: the function cannot be linearized",)
     if not (m and n):
@@ -403,9 +406,11 @@ def _bytes_per_direction(program: Program, recipe: Recipe) -> int:
     return _per_direction(program, recipe.direction)
 
 
-def _limit(program: Program, mode: str, options: Options) -> int:
+def _limit(program: Program, data: Data, mode: str, options: Options) -> int:
     """Directions in a chunk: all of them while they fit the budget, else as many as fit."""
     count = program.inputs.size if mode == "fwd" else program.outputs.size
+    if options.chunk_size is None and not program.maps(DIRECTION[mode], data):
+        return 1
     per_direction = _per_direction(program, DIRECTION[mode])
     if options.chunk_size is not None:
         return options.chunk_size
@@ -413,7 +418,7 @@ def _limit(program: Program, mode: str, options: Options) -> int:
         return max(1, min(count, options.memory_budget // (2 * per_direction)))
     if count * per_direction <= BUDGET:
         return max(1, count)
-    return max(FLOOR, min(CEILING // 2, BUDGET // (2 * per_direction)))
+    return max(FLOOR, min(CHUNK, BUDGET // (2 * per_direction)))
 
 
 def _ends_in_matmul(jaxpr: Jaxpr) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 from jax.extend.core import Literal
 
 from linjac._arguments import Call, Layout
@@ -20,14 +21,24 @@ from linjac._errors import ModeError, PointError, compose
 from linjac._kernel import Kernel
 from linjac._residuals import Recipe, Source, recipe
 from linjac._space import COTANGENT, TANGENTS, Leaf, Space
-from linjac._tree import PyTreeDef, bytes_of, is_inexact, is_none, key_paths, type_of
+from linjac._tree import PyTreeDef, axes_of, bytes_of, is_inexact, is_none, key_paths, type_of
+
+_UNMAPPABLE = frozenset({"pure_callback", "io_callback", "custom_vmap_call"})
+
+# Python control flow on the value of an array, met while tracing.
+CONTROL_FLOW = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
 
 
 class Data(NamedTuple):
     """What a linearization holds: all arrays, nothing static."""
 
     point: list[Any]  # the traced arguments
-    constants: list[Any]  # what the function closes over, as far as it is needed
+    constants: list[Any]  # what the function closes over, each array once; None where stored data does not need it
     residuals: list[Any]  # the fresh ones; the rest is point and constants again
 
 
@@ -35,6 +46,7 @@ class Outputs(NamedTuple):
     """The output tree of a traced function, described by its leaves (None included)."""
 
     treedef: PyTreeDef
+    plain: PyTreeDef  # the same, None being no leaf
     names: tuple[str, ...]
     numbers: tuple[int | None, ...]  # place among the flat outputs, None for None
     total: int
@@ -45,25 +57,29 @@ def describe_outputs(value: Any) -> Outputs:
     leaves, treedef = jax.tree_util.tree_flatten(value, is_leaf=is_none)
     counter = itertools.count()
     numbers = tuple(None if leaf is None else next(counter) for leaf in leaves)
-    return Outputs(treedef, tuple(key_paths(value, "cotangent")), numbers, next(counter))
+    plain = jax.tree_util.tree_structure(value)
+    return Outputs(treedef, plain, tuple(key_paths(value, "cotangent")), numbers, next(counter))
 
 
 def alive(who: str, run: Callable[..., Any], *args: Any) -> Any:
     """Run, saying in our own words that an array was deleted."""
     try:
         return run(*args)
-    except RuntimeError as err:
-        if "deleted" not in str(err):
+    except (RuntimeError, ValueError) as err:
+        if not any(map(_is_deleted, jax.tree_util.tree_leaves(args))):
             raise
-        what = "an array of the point has been deleted (donated to another computation)"
-        raise PointError(compose(who, what, remedy="linearize again, or do not donate the point")) from err
+        what = "an array has been deleted (donated to another computation)"
+        raise PointError(compose(who, what, remedy="linearize again, or do not donate it")) from err
+
+
+def _is_deleted(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
 
 
 class Program:
     """What a linearization knows of its function, whether traced or run op by op."""
 
     compiled: bool
-    kept_constants: tuple[int, ...] = ()
 
     def __init__(self, layout: Layout, inputs: Space, outputs: Space) -> None:
         self.layout = layout
@@ -74,6 +90,7 @@ class Program:
         self.sources: tuple[Source, ...] = ()
         self.residual_types: tuple[Any, ...] = ()
         self.point_types: tuple[Any, ...] = ()
+        self.constant_types: tuple[Any, ...] = ()
         self._jitted: dict[Any, Callable[..., Any]] = {}
         self._settled: dict[str, bool] = {}
         self.notes: dict[Any, Any] = {}  # static facts that upper layers derive from the program, by their own keys
@@ -90,16 +107,21 @@ class Program:
         return self.kernel.pull(self.residuals(data), cotangents)
 
     def jvp(self, data: Data, tangents: Sequence[Any]) -> list[Any]:
-        """J v through the function itself: nothing is kept. `data.constants` are all of them."""
+        """J v through the function itself: nothing is kept. Needs all constants."""
         raise NotImplementedError
 
     def vjp(self, data: Data, cotangents: Sequence[Any]) -> list[Any]:
-        """Jᵀ c with the residuals computed on the way. `data.constants` are all of them."""
+        """Jᵀ c with the residuals computed on the way. Needs all constants."""
         raise NotImplementedError
 
     def residuals(self, data: Data) -> list[Any]:
         """All residuals in the order of the linear program."""
         raise NotImplementedError
+
+    @functools.cached_property
+    def axes(self) -> frozenset[str]:
+        """The axes of an enclosing shard_map over which the data varied where this was traced."""
+        return frozenset().union(*map(axes_of, (*self.point_types, *self.constant_types, *self.residual_types)))
 
     @functools.cached_property
     def residual_bytes(self) -> int:
@@ -129,10 +151,35 @@ class Program:
             return False
         return True
 
+    def maps(self, direction: str, data: Data) -> bool:
+        """Whether the products of a direction can be mapped by `jax.vmap`; host callbacks may refuse it."""
+        if self.kernel is not None and not self.kernel.primitives & _UNMAPPABLE:
+            return True
+        key = ("maps", direction)
+        if key not in self.notes:
+            self.notes[key] = self._try_map(direction, data)
+        return self.notes[key]
+
+    def _try_map(self, direction: str, data: Data) -> bool:
+        """Trace the mapped product; nothing is computed."""
+        if self.kernel is not None:
+            return self.kernel.maps(direction)
+        batch = [jax.ShapeDtypeStruct((2, *aval.shape), aval.dtype) for aval in self.inputs.avals]
+        try:
+            jax.eval_shape(jax.vmap(self.jvp, in_axes=(None, 0)), data, batch)
+        except Exception:
+            return False
+        return True
+
     def obstacle(self, direction: str, err: Exception) -> None:
         """Remember why a direction cannot be had, without the frames (and their arrays) that the error saw."""
         err.__traceback__ = err.__context__ = err.__cause__ = None
         self.obstacles[direction] = err
+
+    @property
+    def fuses(self) -> bool:
+        """Whether large forward batches go through the function itself, which is faster in a scan."""
+        return False
 
     # compiled forms ---------------------------------------------------------------------------------------------------
     def run(self, key: Any, function: Callable[..., Any], *args: Any) -> Any:
@@ -147,6 +194,13 @@ class Program:
 
 def bytes_of_direction(program: Program, direction: str) -> int:
     """Estimated scratch of one direction of a sweep."""
+    key = ("bytes of a direction", direction)
+    if key not in program.notes:
+        program.notes[key] = _estimate(program, direction)
+    return program.notes[key]
+
+
+def _estimate(program: Program, direction: str) -> int:
     kernel = program.kernel
     ends = sum(aval.size * aval.dtype.itemsize for space in (program.inputs, program.outputs) for aval in space.avals)
     if kernel is None or not (program.inputs.size and program.outputs.size):
@@ -181,19 +235,28 @@ class TracedProgram(Program):
         super().__init__(call.layout, inputs, space)
         self.point_types = tuple(types)
         self.primal = primal
-        self.constant_types = tuple(var.aval for var in primal.invars[: len(constants)])
-        self._own_count = len(constants)
-        self._added = 0
+        self._added = 0  # constants that linearizing needs beyond the function's own: they come first
+        self._captured = 0  # of these, the ones that are residuals at once
+        self._set_constants(constants)
+
+    def _set_constants(self, constants: Sequence[Any]) -> None:
+        """Each array is held once, however often it is captured: callers pass the distinct ones."""
+        first: dict[int, int] = {}
+        self._alias = tuple(first.setdefault(id(value), len(first)) for value in constants)
+        self.distinct = tuple(self._alias.index(k) for k in range(len(first)))
+        self.constant_types = tuple(type_of(constants[i]) for i in self.distinct)
 
     # construction ---------------------------------------------------------------------------------------------------
     def linearize(self, constants: Sequence[Any], point: Sequence[Any]) -> list[Any]:
         """Trace the linear program; returns the constants that it needs beyond those of the function.
 
-        These come first among the constants from here on. A function that `jax.linearize` refuses keeps no linear
+        They come first among the constants from here on. A function that `jax.linearize` refuses keeps no linear
         program; the refusal is an obstacle.
         """
         try:
             staged, shape = jax.make_jaxpr(self._linearized, return_shape=True)(list(constants), list(point))
+        except CONTROL_FLOW:  # a rule that branches in Python on values: op by op, as for the function itself
+            raise
         except Exception as err:
             self.obstacle("linearize", err)
             return []
@@ -213,12 +276,31 @@ class TracedProgram(Program):
         self._stage, self._skip, self._fresh = stage, skip, plan.positions
         self._captured, self._added = len(captured), len(captured) + len(extra)
         self.residual_types = plan.types
-        added = captured + extra
-        self.constant_types = (*map(type_of, added), *self.constant_types)
-        self.sources = _shared(plan, len(captured), [*added, *constants])
-        count = self._added + self._own_count
-        self.kept_constants = tuple(sorted({s.place for s in self.sources if not s.fresh and s.place < count}))
-        return added
+        self._set_constants([*captured, *extra, *constants])
+        self.sources = self._number(plan, len(captured))
+        used = {source.place for source in self.sources if not source.fresh}
+        self._needed = None if self.fuses else used
+        return captured + extra
+
+    def _number(self, plan: Recipe, captured: int) -> tuple[Source, ...]:
+        """Number what residuals come from as (distinct constants, point); captured constants are residuals too."""
+        count, distinct = len(self._alias), len(self.distinct)
+
+        def place(index: int) -> int:
+            return self._alias[index] if index < count else index - count + distinct
+
+        heads = [Source(False, place(i)) for i in range(captured)]
+        rest = [source if source.fresh else Source(False, place(source.place + captured)) for source in plan.sources]
+        return (*heads, *rest)
+
+    @property
+    def fuses(self) -> bool:
+        """Whether large forward batches go through the function itself, which is faster in a scan."""
+        return self.kernel is not None and "scan" in self.kernel.primitives and not self.kernel.is_custom
+
+    def keep(self, constants: Sequence[Any]) -> list[Any]:
+        """The constants that stored data needs, None for the others."""
+        return [c if self._needed is None or i in self._needed else None for i, c in enumerate(constants)]
 
     def _lift(self) -> list[Any]:
         """The constants of custom backward rules; a rule that does not transpose has none to give."""
@@ -247,32 +329,25 @@ class TracedProgram(Program):
             moved[i] = leaf
         return moved
 
-    def _own(self, constants: Sequence[Any]) -> Sequence[Any]:
-        """The constants of the function itself, without those that linearizing added."""
-        return constants[self._added :]
+    def _all(self, constants: Sequence[Any]) -> list[Any]:
+        """All constants, in the order of the jaxprs, from the distinct ones."""
+        return [constants[i] for i in self._alias]
 
     def value(self, constants: Sequence[Any], point: Sequence[Any]) -> list[Any]:
         """The outputs of the function, aux arrays last."""
-        return evaluate(self.primal, [], *self._own(constants), *point)
+        return evaluate(self.primal, [], *self._all(constants)[self._added :], *point)
 
     def stage(self, constants: Sequence[Any], point: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The outputs and the fresh residuals."""
-        outs = evaluate(self._stage, [], *constants[self._captured :], *point)
+        outs = evaluate(self._stage, [], *self._all(constants)[self._captured :], *point)
         return outs[: self._skip], [outs[self._skip + i] for i in self._fresh]
 
     def residuals(self, data: Data) -> list[Any]:
-        place = {index: k for k, index in enumerate(self.kept_constants)}
-        count = self._added + self._own_count
-
-        def find(fresh: bool, index: int) -> Any:
-            if fresh:
-                return data.residuals[index]
-            return data.constants[place[index]] if index < count else data.point[index - count]
-
-        return [find(*source) for source in self.sources]
+        arguments = [*data.constants, *data.point]
+        return [data.residuals[place] if fresh else arguments[place] for fresh, place in self.sources]
 
     def jvp(self, data: Data, tangents: Sequence[Any]) -> list[Any]:
-        """J v by pushing through the function itself: nothing is kept. `data.constants` are all of them."""
+        """J v by pushing through the function itself: nothing is kept. Needs all constants."""
         if self.kernel is not None and self.kernel.is_custom:
             return self.push(self._recomputed(data), tangents)
 
@@ -285,27 +360,12 @@ class TracedProgram(Program):
         return jax.jvp(moved, tuple(data.point[i] for i in self.moving), tuple(tangents))[1]
 
     def vjp(self, data: Data, cotangents: Sequence[Any]) -> list[Any]:
-        """Jᵀ c with the residuals computed on the way. `data.constants` are all of them."""
+        """Jᵀ c with the residuals computed on the way. Needs all constants."""
         return self.pull(self._recomputed(data), cotangents)
 
     def _recomputed(self, data: Data) -> Data:
         _, fresh = self.stage(data.constants, data.point)
-        return data._replace(constants=[data.constants[i] for i in self.kept_constants], residuals=fresh)
-
-
-def _shared(plan: Recipe, captured: int, constants: Sequence[Any]) -> tuple[Source, ...]:
-    """Number the arguments as (constants, point), captured ones being residuals too; each buffer is used once."""
-    first: dict[int, int] = {}
-    for i, value in enumerate(constants):
-        first.setdefault(id(value), i)
-    sources = [Source(False, i) for i in range(captured)]
-    sources += [source if source.fresh else Source(False, source.place + captured) for source in plan.sources]
-    return tuple(
-        Source(False, first[id(constants[source.place])])
-        if not source.fresh and source.place < len(constants)
-        else source
-        for source in sources
-    )
+        return data._replace(residuals=fresh)
 
 
 def _constant(zeros: list[Any], *_: Any) -> list[Any]:
@@ -314,17 +374,17 @@ def _constant(zeros: list[Any], *_: Any) -> list[Any]:
 
 def input_space(call: Call, types: Sequence[Any]) -> tuple[Space, list[int]]:
     """The space of tangents, and the places of its moving leaves among the traced leaves."""
-    treedef, rows = call.selected("tangents")
+    treedef, plain, rows = call.selected("tangents")
     moving: list[int] = []
     leaves: list[Leaf] = []
-    for name, place in rows:
+    for name, place, present in rows:
         aval = None if place is None else types[place]
         slot = None
         if place is not None and is_inexact(aval):
             slot = len(moving)
             moving.append(place)
-        leaves.append(Leaf(name, aval, slot))
-    return Space(TANGENTS, treedef, leaves), moving
+        leaves.append(Leaf(name, aval, slot, present))
+    return Space(TANGENTS, treedef, leaves, plain), moving
 
 
 def _type_of_var(var: Any) -> Any:
@@ -341,5 +401,5 @@ def output_space(outputs: Outputs, types: Sequence[Any]) -> tuple[Space, list[in
         if number is not None and is_inexact(aval):
             slot = len(moving)
             moving.append(number)
-        leaves.append(Leaf(name, aval, slot))
-    return Space(COTANGENT, outputs.treedef, leaves), moving
+        leaves.append(Leaf(name, aval, slot, number is not None))
+    return Space(COTANGENT, outputs.treedef, leaves, outputs.plain), moving

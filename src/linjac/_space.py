@@ -22,6 +22,7 @@ class Leaf(NamedTuple):
     name: str
     aval: Any
     slot: int | None
+    present: bool = True  # False for a None in the tree
 
 
 class Words(NamedTuple):
@@ -40,7 +41,7 @@ COTANGENT = Words("cotangent", "the output", "linear_fn.transpose", "linear_fn.t
 class Space:
     """The trees that one side of a linear map takes."""
 
-    def __init__(self, words: Words, treedef: PyTreeDef, leaves: Sequence[Leaf]) -> None:
+    def __init__(self, words: Words, treedef: PyTreeDef, leaves: Sequence[Leaf], plain: PyTreeDef) -> None:
         self.words = words
         self.treedef = treedef  # with None as a leaf
         self.leaves = tuple(leaves)
@@ -50,15 +51,16 @@ class Space:
         self.size = sum(size_of(aval) for aval in self.avals)
         self.is_complex = any(is_complex(aval) for aval in self.avals)
         # what jax.tree.flatten gives for a vector whose held leaves are None: compared first, at every call
-        self._flat_treedef, order = _without_held(treedef, self.leaves)
+        whole = all(leaf.slot is not None or not leaf.present for leaf in self.leaves)
+        self._flat_treedef, order = (plain, list(range(len(moving)))) if whole else _without_held(treedef, self.leaves)
         self._flat_types = tuple((aval.shape, aval.dtype) for aval in self.avals)
-        self._in_order = order == list(range(len(self.avals)))
+        self._in_order = self._flat_treedef is not None and order == list(range(len(self.avals)))
 
     # one vector -----------------------------------------------------------------------------------------------------
     def flatten(self, who: str, tree: Any) -> list[Any]:
         """The moving leaves of a vector, checked: same structure, shapes and dtypes as the space, exactly."""
         leaves, treedef = jax.tree_util.tree_flatten(tree)
-        if treedef == self._flat_treedef and self._in_order:
+        if self._in_order and treedef == self._flat_treedef:
             for leaf, (shape, dtype) in zip(leaves, self._flat_types, strict=False):
                 if not isinstance(leaf, jax.Array) or leaf.shape != shape or leaf.dtype != dtype:
                     break
@@ -104,7 +106,8 @@ class Space:
         for leaf, value in zip(self.leaves, given, strict=True):
             if leaf.slot is None:
                 continue
-            shape = np.shape(value) if type_of(value) is not None else None
+            given_type = None if isinstance(value, jax.ShapeDtypeStruct) else type_of(value)
+            shape = None if given_type is None else given_type.shape
             wanted = struct_of(leaf.aval)
             if shape is None or len(shape) == 0 or shape[1:] != wanted.shape:
                 missing = " (the axis of directions is missing)" if shape == wanted.shape else ""
@@ -194,7 +197,7 @@ def fits(value: Any, aval: Any) -> bool:
 
     Python floats (and complex numbers, for complex leaves) are taken for scalars; ints and bools are not.
     """
-    if isinstance(value, bool | int):
+    if isinstance(value, bool | int | jax.ShapeDtypeStruct):
         return False
     given = type_of(value)
     if given is None or given.shape != aval.shape:
@@ -213,6 +216,8 @@ def _wanted(leaf: Leaf) -> str:
 
 
 def _kind(value: Any, aval: Any) -> str:
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return " (a type, not an array)"
     given = type_of(value)
     if given is not None and is_complex(given) and not is_complex(aval):
         return " (complex for a real leaf)"

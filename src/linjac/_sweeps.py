@@ -16,7 +16,7 @@ from linjac._cut import Cut, find_cut, rows_of_cut
 from linjac._directions import balanced, basis
 from linjac._program import Data, Program, TracedProgram
 from linjac._space import Space
-from linjac._tree import align, is_complex, size_of
+from linjac._tree import align, is_complex, size_of, vary
 
 type Rows = Callable[[Any, int], list[Any]]  # (start, how many) -> for each far leaf (how many, its size)
 
@@ -49,7 +49,7 @@ def parts(program: Program, data: Data, recipe: Recipe) -> list[Any]:
     if recipe.pinned:
         data = data._replace(residuals=_pin(data.residuals))
     if recipe.fused and recipe.chunk_size >= count and not recipe.paired:
-        columns = jax.vmap(lambda seed: program.jvp(data, seed), out_axes=-1)(basis(near.avals, 0, count))
+        columns = jax.vmap(lambda seed: program.jvp(data, seed), out_axes=-1)(_seeds(program, near, 0, count))
         return [leaf.reshape(-1, count) for leaf in columns]
     return _collect(_rows(program, data, recipe), far, count, recipe, [*data.point, *data.constants, *data.residuals])
 
@@ -68,7 +68,7 @@ def _rows(program: Program, data: Data, recipe: Recipe) -> Rows:
         return _cut_rows(program, data, cut)
 
     def rows(start: Any, size: int) -> list[Any]:
-        seeds = basis(near.avals, start, size)
+        seeds = _seeds(program, near, start, size)
         first = _mapped(product, seeds, size)
         if recipe.paired:
             turned = [_turn(seed, recipe.direction) for seed in seeds]
@@ -77,6 +77,11 @@ def _rows(program: Program, data: Data, recipe: Recipe) -> Rows:
         return [leaf.reshape(size, -1) for leaf in first]
 
     return rows
+
+
+def _seeds(program: Program, near: Space, start: Any, size: int) -> list[Any]:
+    """Rows of the identity, varying over the axes of an enclosing shard_map that the program was traced with."""
+    return [vary(seed, program.axes) for seed in basis(near.avals, start, size)]
 
 
 def _product(program: Program, data: Data, recipe: Recipe) -> Callable[[list[Any]], list[Any]]:
@@ -165,7 +170,7 @@ def work(
         data = Data(point, constants, [])
     else:
         outs, fresh = program.stage(constants, point)
-        data = Data(point, [constants[i] for i in program.kept_constants], fresh)
+        data = Data(point, constants, fresh)
     return (outs if wanted else []), pieces(program, parts(program, data, recipe), recipe, layout)
 
 

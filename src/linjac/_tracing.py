@@ -16,18 +16,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from linjac._arguments import TRACED, Call, Layout, Target
 from linjac._constants import surface
 from linjac._errors import PerformanceWarning, compose
 from linjac._guard import Guard
-from linjac._program import Outputs, TracedProgram, alive, describe_outputs
+from linjac._program import CONTROL_FLOW, Outputs, TracedProgram, alive, describe_outputs
 from linjac._tree import PyTreeDef, align, in_trace, is_none, key_paths, short, type_of, varying_axes
 
 RETRACES = 4  # traces of one code location at one signature before the warning
-SIGNATURES = 256  # programs kept for one function
+SIGNATURES = 64  # programs kept for one function
 
-CONTROL_FLOW = (jax.errors.ConcretizationTypeError, jax.errors.NonConcreteBooleanIndexError)
 _PACKAGE = os.path.dirname(__file__) + os.sep
 
 
@@ -86,10 +86,15 @@ def call_flat(who: str, fun: Callable[..., Any], layout: Layout, has_aux: bool, 
         bad = [f"{name}: {short(leaf)}" for name, leaf in given if leaf is not None and type_of(leaf) is None]
         raise TypeError(compose(who, "fun returned something that is no array", bad, "return it as aux"))
     aux_leaves, aux_tree = jax.tree_util.tree_flatten(aux)
+    aux_leaves = [jnp.asarray(leaf) if _is_numeric(leaf) else leaf for leaf in aux_leaves]  # arrays are never shared
     statics = tuple(TRACED if isinstance(leaf, jax.Array) else leaf for leaf in aux_leaves)
     output = Output(describe_outputs(value), aux_tree, statics)
     arrays = [leaf for leaf in aux_leaves if isinstance(leaf, jax.Array)]
     return [out for out in outs if out is not None] + arrays, _Static(output)
+
+
+def _is_numeric(leaf: Any) -> bool:
+    return isinstance(leaf, np.ndarray) and type_of(leaf) is not None
 
 
 _NO_ARRAY = object()
@@ -127,12 +132,17 @@ class _Signature:
         self.records: dict[int, _Record] = {}
         self.by_value = ""  # the error's name once Python control flow on values was met: op by op from now on
         self.warned = False
+        self.guard: Guard | None = None
+        self.counted: set[Any] = set()
         self.lock = threading.RLock()  # one thread traces, the others find what it traced
 
     def trace(self, call: Call) -> Traced:
         """The program for this call, from the cache or new."""
-        point = align(call.traced)[0]
+        point = call.traced if not in_trace(call.traced) else align(call.traced)[0]
         traced = self.jitted.trace(*point)
+        record = self.records.get(id(traced.jaxpr))
+        if record is not None and record.constants is not None and record.jaxpr is traced.jaxpr:
+            return Traced(record.program, record.output, record.constants, point)
         captured = list(traced.closure_convert()[0])
         if any(map(varying_axes, captured)):  # inside shard_map: the point has to vary where a captured value does
             point = align(point, captured)[0]
@@ -144,11 +154,22 @@ class _Signature:
             output: Output = traced.out_info[1].output
             _refuse_refs(self.who, captured)
             record, constants = _build(call._replace(traced=point), jaxpr, output, captured)
+            self._watch(call)
             if not in_trace(record.added):
                 self.records[id(jaxpr)] = record
         else:
-            constants = record.constants if record.constants is not None else [*record.added, *captured]
+            everything = [*record.added, *captured]
+            constants = [everything[i] for i in record.program.distinct]
         return Traced(record.program, record.output, constants, point)
+
+    def _watch(self, call: Call) -> None:
+        """Guard what was just traced: after the trace, which may itself have written to what it reads."""
+        statics = [leaf for leaf in call.layout.statics if callable(leaf)]
+        self.guard = Guard(*call.target.watched(), *statics)
+        types = tuple((leaf.shape, str(leaf.dtype)) for leaf in call.traced)
+        if types not in self.counted:
+            self.counted.add(types)
+            _count(call, types)
 
 
 def _refuse_refs(who: str, captured: Sequence[Any]) -> None:
@@ -164,7 +185,8 @@ def _build(call: Call, jaxpr: Any, output: Output, captured: list[Any]) -> tuple
     program = TracedProgram(call, opened, constants, output.value)
     added = program.linearize(constants, call.traced)
     added, hidden, captured = map(_arrays, (added, hidden, captured))
-    constants = [*added, *hidden, *captured]
+    everything = [*added, *hidden, *captured]
+    constants = [everything[i] for i in program.distinct]
     record = _Record(jaxpr, program, output, None if in_trace(captured) else constants, [*added, *hidden])
     return record, constants
 
@@ -190,36 +212,22 @@ def _identity(value: Any) -> Any:
 
 
 class _Entry:
-    """What is known of one function: its guard and its signatures."""
+    """What is known of one function: its signatures."""
 
     def __init__(self) -> None:
-        self.guard: Guard | None = None
         self.signatures: collections.OrderedDict[Any, _Signature] = collections.OrderedDict()
         self.lock = threading.RLock()
 
-    def watch(self, target: Target) -> None:
-        """Guard what was just traced: after the trace, which may itself have written to what it reads."""
-        try:
-            self.guard = Guard(target.anchor, target.owner)
-        except BaseException:
-            self.signatures.clear()
-            raise
-
     def signature(self, who: str, call: Call, has_aux: bool) -> _Signature:
-        """The signature of a call, found or made; all of them are dropped when the guard fails."""
+        """The signature of a call, found or made; one whose guard fails is made anew."""
         key = (call.key, has_aux)
-        if self.guard is not None and not self.guard.holds():
-            with self.lock:
-                self.signatures.clear()
-                self.guard = None
         found = self.signatures.get(key)
-        if found is not None:
+        if found is not None and (found.guard is None or found.guard.holds()):
             return found
         with self.lock:
             found = self.signatures.get(key)
-            if found is not None:
-                return found
-            found = self.signatures[key] = _Signature(who, call.target, call.layout, has_aux)
+            if found is None or (found.guard is not None and not found.guard.holds()):
+                found = self.signatures[key] = _Signature(who, call.target, call.layout, has_aux)
             while len(self.signatures) > SIGNATURES:
                 self.signatures.popitem(last=False)
             return found
@@ -275,14 +283,14 @@ def _place(code: Any) -> str:
     return f"{code.co_filename}:{code.co_firstlineno}"
 
 
-def _count(call: Call) -> None:
+def _count(call: Call, types: tuple[Any, ...]) -> None:
     """Count the traces of one code location at one signature; warn, once, when they repeat."""
     code = _code(call.target)
-    if code is None or in_trace(call.traced) or in_trace([jnp.zeros(())]):
+    abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in call.traced)
+    if code is None or abstract or in_trace(call.traced) or in_trace([jnp.zeros(())]):
         return
     tree, argnums, statics = call.key
-    loose = tuple((place, kind, None if kind is int else leaf) for place, kind, leaf in statics)
-    types = tuple((leaf.shape, str(leaf.dtype)) for leaf in call.traced)
+    loose = tuple((place, kind, None if kind is int or callable(leaf) else leaf) for place, kind, leaf in statics)
     key = (code.co_filename, code.co_firstlineno, code.co_name, hash((tree, argnums, loose, types)))
     with _lock:
         if len(_traces) > _REMEMBERED:
@@ -322,7 +330,6 @@ def trace(who: str, call: Call, *, has_aux: bool = False) -> Traced | ByValue:
     code = _code(call.target)
     if signature.by_value and not in_trace(call.traced):
         return ByValue(signature, code, signature.by_value)
-    known = len(signature.records)
     try:
         with signature.lock:
             traced = alive(who, signature.trace, call)
@@ -332,7 +339,4 @@ def trace(who: str, call: Call, *, has_aux: bool = False) -> Traced | ByValue:
             raise
         signature.by_value = type(err).__name__
         return ByValue(signature, code, signature.by_value)
-    if len(signature.records) > known or not signature.records:
-        entry.watch(call.target)
-        _count(call)
     return traced

@@ -62,7 +62,11 @@ def promoted(types: Sequence[Any]) -> np.dtype[Any]:
     if not types:
         return np.dtype(np.float32)
     with jax.numpy_dtype_promotion("standard"):
-        return np.dtype(jax.numpy.result_type(*[aval.dtype for aval in types]))
+        try:
+            return np.dtype(jax.numpy.result_type(*[aval.dtype for aval in types]))
+        except ValueError:  # 8-bit floats promote with nothing: the widest decides
+            widest = max(types, key=lambda aval: np.dtype(aval.dtype).itemsize)
+            return np.dtype(widest.dtype)
 
 
 def short_dtype(dtype: Any) -> str:
@@ -116,23 +120,32 @@ def struct_of(aval: Any) -> jax.ShapeDtypeStruct:
     )
 
 
-def varying_axes(leaf: Any) -> frozenset[str]:
-    """The mesh axes of an enclosing `shard_map` over which this value differs between devices."""
-    manual = getattr(type_of(leaf), "manual_axis_type", None)
+def axes_of(aval: Any) -> frozenset[str]:
+    """The mesh axes of an enclosing `shard_map` over which a type differs between devices."""
+    manual = getattr(aval, "manual_axis_type", None)
     return frozenset(getattr(manual, "varying", ()))
+
+
+def varying_axes(leaf: Any) -> frozenset[str]:
+    """The same of a value."""
+    return axes_of(type_of(leaf))
+
+
+def vary(leaf: Any, axes: frozenset[str]) -> Any:
+    """The value, marked as varying over these axes too."""
+    missing = () if leaf is None or not axes else tuple(sorted(axes - varying_axes(leaf)))
+    return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
 
 
 def align(*groups: Sequence[Any]) -> list[list[Any]]:
     """Mark every array as varying over the union of the axes over which any of them varies."""
     axes: frozenset[str] = frozenset().union(*(varying_axes(leaf) for group in groups for leaf in group))
-    if not axes:
-        return [list(group) for group in groups]
+    return [[vary(leaf, axes) for leaf in group] for group in groups]
 
-    def up(leaf: Any) -> Any:
-        missing = tuple(sorted(axes - varying_axes(leaf)))
-        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
 
-    return [[up(leaf) for leaf in group] for group in groups]
+def manual_axes() -> frozenset[str]:
+    """The axes of the enclosing `shard_map`s."""
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def in_trace(*groups: Sequence[Any]) -> bool:
