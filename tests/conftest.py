@@ -1,6 +1,7 @@
 """Strict settings for every test: eight virtual devices, x64 (unless LINJAC_TEST_X64=0), no silent promotion.
 
-The flags must be in the environment before the first import of jax, hence at module level.
+Annotations of private modules are checked at run time, by jaxtyping's import hook, unless LINJAC_TEST_TYPES=0. The flags
+must be in the environment before the first import of jax, and the hook before that of linjac, hence at module level.
 """
 
 import os
@@ -14,3 +15,15 @@ import jax
 jax.config.update("jax_enable_x64", os.environ.get("LINJAC_TEST_X64", "1") != "0")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Not the modules of the public functions, which refuse wrong arguments in words of their own.
+_CHECKED = (
+    *("_acceptance", "_arguments", "_blocks", "_constants", "_cut", "_decide", "_directions", "_eager", "_errors"),
+    *("_guard", "_kernel", "_measure", "_memory", "_options", "_plan", "_program", "_residuals", "_space", "_sweeps"),
+    *("_tracing", "_tree"),
+)
+
+if os.environ.get("LINJAC_TEST_TYPES", "1") != "0":
+    from jaxtyping import install_import_hook
+
+    install_import_hook([f"linjac.{name}" for name in _CHECKED], "beartype.beartype")

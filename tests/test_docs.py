@@ -79,7 +79,7 @@ def test_quickstart(capsys):
     quickstart = importlib.util.module_from_spec(spec)
     with reader_config():
         spec.loader.exec_module(quickstart)
-        rows = quickstart.main(steps=60, every=20)
+        rows, neighbors = quickstart.main(steps=60, every=20)
     assert [row.step for row in rows] == [0, 20, 40, 60]
     assert rows[-1].loss < 0.5 * rows[0].loss
     for row in rows:
@@ -88,6 +88,13 @@ def test_quickstart(capsys):
         assert row.predicted == pytest.approx(row.actual, rel=0.1)
         assert set(row.movement) == {"hidden", "output"}
         assert all(size > 0 for size in row.movement.values())
+    assert [row.digit for row in neighbors] == list(range(10))
+    for row in neighbors:
+        # One step along the rows of the Jacobian undoes most of the lead, or the rows were not the right ones.
+        assert row.closest != row.read_as
+        assert row.distance > 0
+        assert abs(row.there) < 0.3 * row.lead + 0.1
     printed = capsys.readouterr().out
+    assert "10 reverse sweeps in 1 chunk instead of 64 forward sweeps" in printed
     assert "held-out" in printed
     assert len([line for line in printed.splitlines() if line.endswith(f"{rows[-1].movement['output']:.4f}")]) == 1

@@ -902,3 +902,26 @@ def test_jacobian_of_a_linearization_at_many_points():
     got = jax.vmap(lambda x: linjac.linearize_many(field, x)[1].jacobian())(batch)
     close(got, jax.vmap(jax.jacfwd(field))(batch))
     close(jax.jit(lambda f: f.jacobian())(linear_fn), jax.jacfwd(field)(X3))
+
+
+@method
+@pytest.mark.parametrize("scenario", [pytest.param(BY_NAME[n], id=n) for n in ("custom_vjp", "aux")])
+def test_jacobian_of_a_linearization_repeats_no_call(scenario):
+    counted = Counted(scenario.fun)
+    linear_fn = linjac.linearize_many(counted.fun, *scenario.primals, **scenario.options)[1]
+    scenario.close(linear_fn.jacobian(layout="matrix"), exact(scenario))
+    assert counted.calls == 1
+
+
+@method
+def test_jacobian_of_a_linearization_chooses_its_form():
+    linear_fn = linjac.linearize_many(scalar_by_vector, array(0.5), X3)[1]
+    want = jax.jacfwd(scalar_by_vector, (0, 1))(array(0.5), X3)
+    jax.tree.map(close, linear_fn.jacobian(), want)
+    assert jax.tree.structure(linear_fn.jacobian()) == jax.tree.structure(want)
+    single = linjac.linearize_many(scalar_by_vector, array(0.5), X3, argnums=1)[1]
+    want = jax.jacfwd(scalar_by_vector, 1)(array(0.5), X3)
+    assert jax.tree.structure(single.jacobian()) == jax.tree.structure(want)
+    jax.tree.map(close, single.jacobian(mode="rev"), want)
+    with compiles(at_most=0):
+        linjac.linearize_many(scalar_by_vector, array(0.5), X3, argnums=1)[1].jacobian(mode="rev")

@@ -78,8 +78,9 @@ def test_argnums_by_name_and_position():
 
 
 def test_no_argnums_at_all():
-    got = linjac.jacobian(three, ())(X3, Y2, array(0.5))
-    assert got == {"outer": (), "sum": ()}
+    """JAX fails here too, obscurely."""
+    with pytest.raises(ValueError, match="argnums"):
+        linjac.jacobian(three, ())(X3, Y2, array(0.5))
 
 
 @pytest.mark.parametrize("argnums", [3, -4, (0, 3)])
@@ -88,7 +89,7 @@ def test_argnums_out_of_range(argnums):
         linjac.jacobian(three, argnums)(X3, Y2, array(0.5))
 
 
-@pytest.mark.parametrize("argnums", [1.0, "x", None, True, (0, "x")])
+@pytest.mark.parametrize("argnums", [1.0, "x", True, (0, "x")])
 def test_argnums_of_another_kind(argnums):
     with pytest.raises(TypeError, match="argnums"):
         linjac.jacobian(three, argnums)(X3, Y2, array(0.5))
@@ -518,13 +519,17 @@ def test_debug_nans_and_x64_contexts(mode):
         close(linjac.jacobian(example, mode=mode)(X3), jax.jacfwd(example)(X3))
 
 
+@jax.custom_jvp
+def doubled(x):
+    """A rule that is not the derivative."""
+    return jnp.sin(x)
+
+
+doubled.defjvp(lambda p, t: (jnp.sin(p[0]), 2.0 * t[0]))
+
+
 @every_mode
 def test_custom_rules_are_respected(mode):
-    @jax.custom_jvp
-    def doubled(x):
-        return jnp.sin(x)
-
-    doubled.defjvp(lambda p, t: (jnp.sin(p[0]), 2.0 * t[0]))
     close(linjac.jacobian(doubled, mode=mode)(X3), 2 * np.eye(3))
 
 

@@ -39,7 +39,7 @@ def lines(*rows):
 
 
 def test_an_integer_argument():
-    assert text_of(TypeError, linjac.jacobian(two, 1), X3, INTEGERS) == lines(
+    assert text_of(TypeError, linjac.jacobian(two, 1), X3[:2], INTEGERS) == lines(
         "linjac.jacobian: these arguments have no derivative",
         "  args[1]: i32[2], an integer or bool",
         "cast to float, leave it out of argnums, or pass allow_int=True for float0 blocks",
@@ -66,15 +66,20 @@ def test_a_tree_of_integers():
     )
 
 
+def constant(x):
+    del x
+    return X3
+
+
 @pytest.mark.parametrize("value", [3, True, "sin", jnp.sin], ids=["int", "bool", "str", "callable"])
 @pytest.mark.parametrize("allow_int", [False, True])
 def test_a_whole_argument_that_is_no_array(value, allow_int):
     """Not `None` for an answer: as in JAX, an int is refused, and so is what can have no derivative at all."""
     if allow_int and isinstance(value, int):
-        jac = linjac.jacobian(lambda x: X3, allow_int=True)(value)
+        jac = linjac.jacobian(constant, allow_int=True)(value)
         assert (jac.dtype, jac.shape) == (jax.dtypes.float0, (3,))
         return
-    text = text_of(TypeError, linjac.jacobian(lambda x: X3, allow_int=allow_int), value)
+    text = text_of(TypeError, linjac.jacobian(constant, allow_int=allow_int), value)
     assert text.startswith("linjac.jacobian: ")
     assert "args[0]" in text
 
@@ -99,7 +104,7 @@ def test_a_deleted_point():
     x = array(real(3, seed=42))
     x.delete()
     text = text_of(linjac.PointError, linjac.jacobian(double), x)
-    assert text.startswith("linjac.jacobian: an array of the point has been deleted (donated to another computation)")
+    assert text.startswith("linjac.jacobian: an array has been deleted (donated to another computation)")
 
 
 def test_holomorphic_with_real_inputs():

@@ -436,6 +436,72 @@ def test_a_plan_of_nothing_repeats_too():
         assert str(plan)
 
 
+# Measured plans -------------------------------------------------------------------------------------------------------
+
+measured = pytest.mark.skipif(not hasattr(linjac.Linearization, "jacobian"), reason="not built yet")
+
+
+def _notes(plan, word):
+    return [note for note in plan.notes if note.startswith(word)]
+
+
+@measured
+@pytest.mark.parametrize("layout", ["blocks", "matrix"])
+def test_a_measurement_is_made_once(layout):
+    counted = Counted(square)
+    plan = linjac.plan_jacobian(counted.fun, mode="measure", layout=layout)
+    first, other = plan(X3), X3 + 1
+    assert first.mode in BOTH
+    assert len(_notes(first, "measured:")) == 1
+    assert "consider mode='measure'" not in str(first)
+    with compiles(at_most=0):
+        assert plan(other) == first
+        close(linjac.jacobian(counted.fun, mode="measure", layout=layout)(X3), jax.jacfwd(square)(X3))
+    assert counted.calls == 1
+
+
+@measured
+def test_nothing_is_measured_where_one_mode_is_ruled_out():
+    plan = linjac.plan_jacobian(loop_forward, mode="measure")(X3)
+    assert plan.mode == "fwd"
+    assert len(_notes(plan, "not measured:")) == 1
+    close(linjac.jacobian(loop_forward, mode="measure")(X3), jax.jacfwd(loop_forward)(X3))
+
+
+@measured
+def test_under_tracing_the_cached_answer_counts_or_the_size_rule():
+    counted = Counted(square)
+    found = []
+
+    def traced(x):
+        found.append(linjac.plan_jacobian(counted.fun, mode="measure")(x))
+        return linjac.jacobian(counted.fun, mode="measure")(x)
+
+    close(jax.jit(traced)(X3), jax.jacfwd(square)(X3))
+    assert len(_notes(found[-1], "not measured:")) == 1
+    assert "size rule" in str(found[-1])
+    assert found[-1].mode == linjac.plan_jacobian(square)(X3).mode
+    here = linjac.plan_jacobian(counted.fun, mode="measure")(X3)
+    close(jax.vmap(traced)(jnp.stack([X3, X3]))[1], jax.jacfwd(square)(X3))
+    assert found[-1].mode == here.mode
+    assert _notes(found[-1], "measured:") == _notes(here, "measured:")
+
+
+@measured
+def test_a_measured_plan_repeats_its_decision():
+    plan = linjac.plan_jacobian(tall, mode="measure")(X3)
+    again = linjac.plan_jacobian(tall, mode=plan)(2 * X3)
+    assert (again.mode, again.chunk_size) == (plan.mode, plan.chunk_size)
+    close(jax.jit(linjac.jacobian(tall, mode=plan))(X3), jax.jacfwd(tall)(X3))
+
+
+@measured
+def test_measuring_nothing():
+    plan = linjac.plan_jacobian(lambda x: x[:0] * 2.0, mode="measure")(X3)
+    assert plan.result_bytes == 0
+    assert linjac.jacobian(lambda x: x[:0] * 2.0, mode="measure")(X3).shape == (0, 3)
+
+
 # Rows, columns and the matrix -----------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Watch a small network learn, through one linearization per diagnostic step.
+"""Watch a small network learn, through one linearization per diagnostic step; then ask what it looks at.
 
 A two-layer tanh network learns the 1,797 handwritten digits that ship with scikit-learn. Every few steps the outputs of
 the current mini-batch are linearized once, at the current parameters, and everything in a table row comes from that one
@@ -10,6 +10,10 @@ linearization:
 
 The images go in as an argument that is not differentiated (`argnums=0` means "the parameters only"), so a new
 mini-batch costs no new trace and no new compilation.
+
+After training, the Jacobian of the ten class scores with respect to the 64 pixels says, for ten digits that the network
+has not seen, which other class is closest, and how far the pixels have to move to get there. linjac prints how it
+computes that Jacobian, and why.
 
 Run it from the root of the repository: `python docs/examples/quickstart.py`.
 """
@@ -35,6 +39,9 @@ HEADER = """\
                   held-out    change of the outputs             outputs moved per unit in
     step    loss  accuracy     predicted     actual    error  hidden layer   output layer"""
 
+NEIGHBOR_HEADER = """\
+   digit  read as   closest   lead over it   distance   lead there"""
+
 
 class Row(NamedTuple):
     """One line of the table. Sizes are root mean squares over examples and classes."""
@@ -46,6 +53,17 @@ class Row(NamedTuple):
     actual: float  # size of outputs(params + update) - outputs(params)
     error: float  # size of their difference, relative to `actual`
     movement: dict[str, float]  # for each layer, size of J @ direction over random directions of length one
+
+
+class Neighbor(NamedTuple):
+    """The class that an image is closest to, beside the one it is read as. The lead is the difference in score."""
+
+    digit: int
+    read_as: int
+    closest: int
+    lead: float
+    distance: float  # length of the change of the pixels that makes the two scores equal in the linear picture
+    there: float  # the lead that the network itself gives after that change
 
 
 optimizer = optax.adam(1e-2)
@@ -127,6 +145,54 @@ def rms(array):
     return float(jnp.sqrt(jnp.mean(array**2)))
 
 
+# --- one Jacobian: what the scores of an image depend on -------------------------------------------------------------
+
+
+def scores(params, image):
+    """The logits of one image: 64 pixels -> 10 scores."""
+    return outputs(params, image[None])[0]
+
+
+def nearest_neighbor(params, image, label):
+    """The class that takes the smallest change of the pixels to reach, and what that change does.
+
+    To first order the lead of the class on top over class k changes by (J[top] - J[k]) @ change: it is gone after a
+    change of length lead / |J[top] - J[k]| against that difference of two rows.
+    """
+    value, jacobian = linjac.value_and_jacobian(scores, argnums=1)(params, image)  # (10,) and (10, 64)
+    top = jnp.argmax(value)
+    leads, slopes = value[top] - value, jacobian[top] - jacobian
+    distances = leads / jnp.linalg.norm(slopes, axis=1).clip(1e-30)
+    closest = jnp.argmin(distances.at[top].set(jnp.inf))
+    change = -distances[closest] * slopes[closest] / jnp.linalg.norm(slopes[closest])
+    moved = scores(params, image + change)
+    return Neighbor(
+        digit=label,
+        read_as=top,
+        closest=closest,
+        lead=leads[closest],
+        distance=distances[closest],
+        there=moved[top] - moved[closest],
+    )
+
+
+def look_at(params, images, labels):
+    """Print how the Jacobian is computed, and a row for one image of each class; return the rows."""
+    print("\nThe Jacobian of the 10 scores of a digit with respect to its 64 pixels, as linjac plans it:\n")
+    print(linjac.plan_jacobian(scores, argnums=1)(params, images[0]))
+
+    print("\nWhich other class is closest to a held-out digit, and how far do its pixels (0 to 1) move to get there?\n")
+    print(NEIGHBOR_HEADER)
+    first = [np.flatnonzero(labels == digit)[0] for digit in range(10)]
+    found = jax.vmap(nearest_neighbor, in_axes=(None, 0, 0))(params, images[first], labels[first])  # ten Jacobians
+    columns = [np.asarray(column).tolist() for column in found]
+    neighbors = [Neighbor(*row) for row in zip(*columns, strict=True)]
+    for row in neighbors:
+        print(f"{row.digit:8d}{row.read_as:9d}{row.closest:10d}{row.lead:15.2f}{row.distance:11.2f}{row.there:13.2f}")
+    print("\nBy the linear picture the lead there is 0. Below 0 the network reads the other class.")
+    return neighbors
+
+
 # --- the run ---------------------------------------------------------------------------------------------------------
 
 
@@ -148,7 +214,10 @@ def format_row(row):
 
 
 def main(steps=300, every=25):
-    """Train for `steps` steps and print a row of diagnostics every `every` steps; return the rows."""
+    """Train for `steps` steps, with a row of diagnostics every `every` steps; then look at a few digits.
+
+    Returns the rows of both tables.
+    """
     started = time.perf_counter()
     (images, labels), held_out = load_data()
     print(f"{len(images) + HELD_OUT} digits, {HELD_OUT} of them held out; JAX {jax.__version__}\n", flush=True)
@@ -169,8 +238,10 @@ def main(steps=300, every=25):
             print(format_row(rows[-1]), flush=True)
         params = optax.apply_updates(params, update)
 
-    print(f"\n{len(rows)} linearizations in a run of {time.perf_counter() - started:.1f} s.", flush=True)
-    return rows
+    neighbors = look_at(params, *held_out)
+    seconds = time.perf_counter() - started
+    print(f"\n{len(rows)} linearizations and {len(neighbors)} Jacobians in a run of {seconds:.1f} s.", flush=True)
+    return rows, neighbors
 
 
 if __name__ == "__main__":

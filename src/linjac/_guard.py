@@ -14,6 +14,8 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import jax
+
 _CONTAINERS = (dict, list, tuple)
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), types.CodeType)
 _ABSENT = object()
@@ -244,7 +246,10 @@ class Guard:
     def _inside(self, values: list[Any]) -> list[Any]:
         """The leaves of the watched containers, in a fixed order."""
         inside = [values[i] for i in self._containers if i < len(values)]
-        return list(_leaves((value for value in inside if isinstance(value, _CONTAINERS)), set()))
+        try:  # JAX's flattening is ten times faster, but sorts keys, and does not know cycles
+            return [leaf for leaf in jax.tree_util.tree_leaves(inside) if type(leaf) is not int]
+        except Exception:
+            return list(_leaves((value for value in inside if isinstance(value, _CONTAINERS)), set()))
 
     def _hold(self, value: Any) -> Any:
         """Something that keeps this identity meaningful without keeping the object alive."""

@@ -292,7 +292,14 @@ class Linearization(Operator):
         data, flat = self._ready(flat)
         if direction == "reverse":
             self._need_reverse(who, data)
-        return alive(who, self._program.run, (direction, self._strategy), self._apply(direction), data, flat)
+        program, key = self._program, (direction, self._strategy)
+        product = program.products.get(key)
+        if product is None:
+            product = program.products[key] = program.prepared(key, self._apply(direction))
+        try:  # the hot path: alive() in its own words
+            return product(data, flat)
+        except (RuntimeError, ValueError):
+            return alive(who, product, data, flat)
 
     def _many(self, who: str, tangents: tuple[Any, ...], limits: tuple[int | None, int | None]) -> Any:
         flat, count = self._program.inputs.flatten_batch(who, tangents)

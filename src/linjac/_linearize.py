@@ -20,6 +20,8 @@ from linjac._program import Data, Program, TracedProgram, alive, mode_error
 from linjac._tracing import ByValue, Output, trace
 from linjac._tree import rebuild, short
 
+SMALL = 1 << 20  # bytes of residuals that are stored without asking how much memory there is
+
 type Strategy = Literal["auto", "stored", "recompute"]
 
 
@@ -280,9 +282,11 @@ def _linearize(
             traced.warn()
         return done
     program, output, constants, point = traced
-    _need_movement(who, program)
     everything = Data(point, constants, [])
-    _need_forward(who, program, everything)
+    if "linearizable" not in program.notes:
+        _need_movement(who, program)
+        _need_forward(who, program, everything)
+        program.notes["linearizable"] = True
     outs: list[Any] = []
     if _choose(who, program, strategy, budget, point) == STORED:
         outs, fresh = alive(who, program.run, "stage", program.stage, constants, point)
@@ -316,6 +320,8 @@ def _choose(who: str, program: TracedProgram, strategy: str, budget: int | None,
         return RECOMPUTE
     if strategy != "auto":
         return strategy
+    if budget is None and program.residual_bytes <= SMALL:
+        return STORED
     limit = alive(who, memory_of, point) // 2 if budget is None else budget
     return STORED if program.residual_bytes <= limit else RECOMPUTE
 

@@ -92,6 +92,7 @@ class Program:
         self.point_types: tuple[Any, ...] = ()
         self.constant_types: tuple[Any, ...] = ()
         self._jitted: dict[Any, Callable[..., Any]] = {}
+        self.products: dict[Any, Callable[..., Any]] = {}  # of single vectors, by direction and strategy
         self._settled: dict[str, bool] = {}
         self.notes: dict[Any, Any] = {}  # static facts that upper layers derive from the program, by their own keys
 
@@ -184,12 +185,14 @@ class Program:
     # compiled forms ---------------------------------------------------------------------------------------------------
     def run(self, key: Any, function: Callable[..., Any], *args: Any) -> Any:
         """Call `function(*args)`, compiled once for each `key`; op by op where the program is not compiled."""
-        if not self.compiled:
-            return function(*args)
-        jitted = self._jitted.get(key)
-        if jitted is None:
-            jitted = self._jitted.setdefault(key, jax.jit(function))
-        return jitted(*args)
+        return self.prepared(key, function)(*args)
+
+    def prepared(self, key: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The compiled form of `function`, one for each `key`; itself where the program is not compiled."""
+        known = self._jitted.get(key)
+        if known is None:
+            known = self._jitted.setdefault(key, jax.jit(function) if self.compiled else function)
+        return known
 
 
 def bytes_of_direction(program: Program, direction: str) -> int:

@@ -54,6 +54,7 @@ class Space:
         whole = all(leaf.slot is not None or not leaf.present for leaf in self.leaves)
         self._flat_treedef, order = (plain, list(range(len(moving)))) if whole else _without_held(treedef, self.leaves)
         self._flat_types = tuple((aval.shape, aval.dtype) for aval in self.avals)
+        self._whole = whole
         self._in_order = self._flat_treedef is not None and order == list(range(len(self.avals)))
 
     # one vector -----------------------------------------------------------------------------------------------------
@@ -127,10 +128,14 @@ class Space:
     # back to trees --------------------------------------------------------------------------------------------------
     def unflatten(self, who: str, flat: Sequence[Any], held: Any = None) -> Any:
         """The tree of a flat vector (or batch, or anything with one entry for each moving leaf)."""
+        if self._whole:
+            return rebuild(who, self._flat_treedef, flat)
         return rebuild(who, self.treedef, [held if leaf.slot is None else flat[leaf.slot] for leaf in self.leaves])
 
     def unflatten_with_zeros(self, who: str, flat: Sequence[Any], batch: tuple[int, ...] = ()) -> Any:
         """As `unflatten`, with the float0 zeros that JAX gives where an integer output is held."""
+        if self._whole:
+            return rebuild(who, self._flat_treedef, flat)
 
         def entry(leaf: Leaf) -> Any:
             if leaf.slot is not None:
@@ -182,7 +187,7 @@ class Space:
         return self._unwrapped(tree, batch=False)
 
 
-def _without_held(treedef: PyTreeDef, leaves: Sequence[Leaf]) -> tuple[PyTreeDef | None, list[int]]:
+def _without_held(treedef: PyTreeDef, leaves: Sequence[Leaf]) -> tuple[PyTreeDef, list[int]]:
     """The plain treedef of a vector whose held leaves are None, and the slots in the order of its leaves."""
     marks = [None if leaf.slot is None else leaf.slot for leaf in leaves]
     try:
