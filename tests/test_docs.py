@@ -73,6 +73,25 @@ def test_reference_lists_every_public_name():
     assert not missing
 
 
+def test_reference_describes_every_public_name():
+    reference = (ROOT / "docs" / "reference.md").read_text()
+    missing = [name for name in linjac.__all__ if f"::: linjac.{name}\n" not in reference + "\n"]
+    assert not missing
+
+
+def test_architecture_lists_every_module():
+    page = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
+    modules = {path.name for path in (ROOT / "src" / "linjac").glob("*.py")}
+    assert set(re.findall(r"^\| `(\w+\.py)` \|", page, re.MULTILINE)) == modules
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = (ROOT / ".mkdocs.yml").read_text()
+    pages = [str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")]
+    missing = [page for page in pages if page not in navigation]
+    assert not missing
+
+
 def test_quickstart(capsys):
     path = ROOT / "docs" / "examples" / "quickstart.py"
     spec = importlib.util.spec_from_file_location("quickstart", path)

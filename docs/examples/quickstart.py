@@ -1,4 +1,4 @@
-"""Watch a small network learn, through one linearization per diagnostic step; then ask what it looks at.
+"""Watch a small network learn, through one linearization per diagnostic step; then ask how close it is to a mistake.
 
 A two-layer tanh network learns the 1,797 handwritten digits that ship with scikit-learn. Every few steps the outputs of
 the current mini-batch are linearized once, at the current parameters, and everything in a table row comes from that one

@@ -5,42 +5,57 @@ This module looks at the types of a program only.
 
 from linjac._errors import compose
 from linjac._program import Program
+from linjac._space import Leaf
 from linjac._tree import is_complex, is_key, short
 
 
-def check_inputs(who: str, program: Program, *, holomorphic: bool, allow_int: bool) -> None:
-    """Arguments without a derivative are refused whole; such leaves in a tree are held."""
-    layout = program.layout
-    complex_: list[str] = []
-    real: list[str] = []
+def check_inputs(who: str, program: Program, *, holomorphic: bool, allow_int: bool, hold: bool) -> None:
+    """Arguments without any derivative are refused, unless `hold`; such leaves in a tree are held."""
+    by_argument: dict[str, list[tuple[str, Leaf]]] = {}
+    for leaf in program.inputs.leaves:
+        slot, _, rest = leaf.name.removeprefix("tangents[").partition("]")
+        position = program.layout.argnums[int(slot)] - program.layout.shift
+        by_argument.setdefault(slot, []).append((f"args[{position}]{rest}", leaf))
     bad: list[str] = []
-    moving: dict[str, bool] = {}
-    for leaf in program.inputs.leaves:
-        slot, _, rest = leaf.name.removeprefix("tangents[").partition("]")
-        name = f"args[{layout.argnums[int(slot)] - layout.shift}]{rest}"
-        moving[slot] = moving.get(slot, False) or leaf.slot is not None
-        if leaf.slot is not None:
-            (complex_ if is_complex(leaf.aval) else real).append(f"{name}: {short(leaf.aval)}")
-    for leaf in program.inputs.leaves:
-        slot, _, rest = leaf.name.removeprefix("tangents[").partition("]")
-        if leaf.aval is not None and not moving[slot] and not (allow_int and not is_key(leaf.aval)):
-            kind = "a PRNG key" if is_key(leaf.aval) else "an integer or bool"
-            bad.append(f"args[{layout.argnums[int(slot)] - layout.shift}]{rest}: {short(leaf.aval)}, {kind}")
+    only_keys = True
+    for leaves in by_argument.values():
+        if hold or any(leaf.slot is not None for _, leaf in leaves):
+            continue
+        for name, leaf in leaves:
+            integer = leaf.aval is not None and not is_key(leaf.aval)
+            if leaf.present and not (allow_int and integer):
+                bad.append(f"{name}: {_kind(leaf)}")
+                only_keys = only_keys and not integer
     if bad:
-        remedy = "cast to float, leave it out of argnums, or pass allow_int=True for float0 blocks"
+        remedy = "leave it out of argnums"
+        if not only_keys:
+            remedy = f"cast to float, {remedy}, or pass allow_int=True for float0 blocks"
         raise TypeError(compose(who, "these arguments have no derivative", bad, remedy))
+    real = [
+        f"{name}: {short(leaf.aval)}"
+        for leaves in by_argument.values()
+        for name, leaf in leaves
+        if leaf.slot is not None and not is_complex(leaf.aval)
+    ]
     if holomorphic and real:
         raise TypeError(compose(who, "holomorphic=True needs complex inputs", real, "leave holomorphic out"))
 
 
+def _kind(leaf: Leaf) -> str:
+    if leaf.aval is None:
+        return "no array"
+    return f"{short(leaf.aval)}, {'a PRNG key' if is_key(leaf.aval) else 'an integer or bool'}"
+
+
 def check_outputs(who: str, program: Program, *, holomorphic: bool) -> None:
+    """Outputs without derivative are refused, and complex ones where they have no complex Jacobian."""
     bad = [
-        f"{leaf.name.replace('cotangent', 'output', 1)}: {short(leaf.aval)}"
+        f"{leaf.name.replace('cotangent', 'output', 1)}: {_kind(leaf)}"
         for leaf in program.outputs.leaves
         if leaf.aval is not None and leaf.slot is None
     ]
     if bad:
-        raise TypeError(compose(who, "an integer output has no derivative", bad, "return it as aux (has_aux=True)"))
+        raise TypeError(compose(who, "these outputs have no derivative", bad, "return it as aux (has_aux=True)"))
     outs = program.outputs
     names = zip(outs.names, outs.avals, strict=True)
     pairs = [(name.replace("cotangent", "output", 1), aval) for name, aval in names]

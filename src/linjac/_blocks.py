@@ -7,12 +7,13 @@ and the standard promotion of both dtypes. This module must not know how parts c
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.dtypes import float0
 
 from linjac._program import Program
-from linjac._tree import promoted, rebuild, size_of
+from linjac._tree import is_complex, promoted, rebuild, size_of
 
 
 def as_blocks(program: Program, parts: Sequence[Any], direction: str) -> list[list[Any]]:
@@ -27,11 +28,17 @@ def as_blocks(program: Program, parts: Sequence[Any], direction: str) -> list[li
                 block = parts[i][:, before : before + size_of(into)]
             else:
                 block = parts[k][above : above + size_of(out)]
-            blocks.append(block.reshape(out.shape + into.shape).astype(promoted([out, into])))
+            blocks.append(_cast(block.reshape(out.shape + into.shape), promoted([out, into])))
             before += size_of(into)
         rows.append(blocks)
         above += size_of(out)
     return rows
+
+
+def _cast(block: Any, dtype: Any) -> Any:
+    """Cast; two real sweeps for a complex end leave zeros in the imaginary part of a real block."""
+    real = is_complex(block) and not jax.dtypes.issubdtype(dtype, np.complexfloating)
+    return (block.real if real else block).astype(dtype)
 
 
 def as_matrix(program: Program, parts: Sequence[Any], direction: str) -> Any:
@@ -39,7 +46,7 @@ def as_matrix(program: Program, parts: Sequence[Any], direction: str) -> Any:
     dtype = promoted([*program.outputs.avals, *program.inputs.avals])
     if not parts:
         return jnp.zeros((program.outputs.size, program.inputs.size), dtype)
-    return jnp.concatenate([part.astype(dtype) for part in parts], axis=0 if direction == "forward" else 1)
+    return jnp.concatenate([_cast(part, dtype) for part in parts], axis=0 if direction == "forward" else 1)
 
 
 def block_tree(who: str, program: Program, blocks: list[list[Any]], *, single: bool, allow_int: bool) -> Any:

@@ -7,11 +7,13 @@ a part of it that holds no hidden constant.
 """
 
 import functools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.core
+import jax.extend.source_info_util
 from jax import lax
 from jax.extend.core import Literal
 
@@ -34,6 +36,14 @@ def equations(jaxpr: Jaxpr) -> Iterator[Any]:
         yield eqn
         for inner in subjaxprs(eqn):
             yield from equations(inner)
+
+
+jax.extend.source_info_util.register_exclusion(os.path.dirname(__file__))  # places are in the user's code
+
+
+def place_of(eqn: Any) -> str:
+    """`file:line (function)` of an equation, in the user's code."""
+    return jax.extend.source_info_util.summarize(eqn.source_info)
 
 
 def _hides(jaxpr: Jaxpr) -> bool:

@@ -4,10 +4,11 @@ Decisions are kept with the program, so that a call at a new point costs a look-
 """
 
 from linjac._acceptance import check_inputs, check_outputs
+from linjac._choice import make_plan
 from linjac._errors import MemoryBudgetError, compose
 from linjac._measure import fastest, with_note
 from linjac._memory import memory_of
-from linjac._plan import JacobianPlan, Options, make_plan
+from linjac._plan import JacobianPlan, Options
 from linjac._program import Data, Program, alive
 from linjac._tree import in_trace
 
@@ -17,8 +18,9 @@ def decide(who: str, program: Program, data: Data, options: Options, repeated: J
     key = ("plan", options)
     plan: JacobianPlan | None = program.notes.get(key)
     if plan is None or options.mode == "measure":
-        check_inputs(who, program, holomorphic=options.holomorphic, allow_int=options.allow_int)
-        check_outputs(who, program, holomorphic=options.holomorphic)
+        holomorphic, allow_int = options.holomorphic, options.allow_int
+        check_inputs(who, program, holomorphic=holomorphic, allow_int=allow_int, hold=options.hold)
+        check_outputs(who, program, holomorphic=holomorphic)
         plan = _measured(who, program, data, options) if options.mode == "measure" else None
         plan = plan or make_plan(who, program, data, options)
         program.notes[key] = plan
@@ -28,7 +30,7 @@ def decide(who: str, program: Program, data: Data, options: Options, repeated: J
         raise ValueError(compose(who, what, remedy="make a plan for these arguments with linjac.plan_jacobian"))
     limit = alive(who, memory_of, data.point)
     if plan.result_bytes > limit:
-        what = f"the Jacobian is {plan.m} x {plan.n}, {plan.result_bytes:,} bytes; there are {limit:,}"
+        what = f"the Jacobian is {plan.m} x {plan.n}, {plan.result_bytes:,} bytes; there are {limit:,} bytes of memory"
         remedy = "use linjac.linearize_many and its products, or linjac.jvp_many for some directions"
         raise MemoryBudgetError(compose(who, what, remedy=remedy))
     return plan

@@ -26,6 +26,8 @@ class EagerProgram(Program):
 
     def __init__(self, who: str, call: Call, has_aux: bool) -> None:
         self._who, self._has_aux = who, has_aux
+        self._fault = False  # whether the last exception was raised by the function itself
+        self.primal: Any = None  # its jaxpr, to name an obstacle by its place
         self._call: Callable[..., Any] = call.target.bind()
         types = [type_of(leaf) for leaf in call.traced]
         inputs, self.moving = input_space(call, types)
@@ -45,7 +47,11 @@ class EagerProgram(Program):
             leaves = list(point)
             for i, leaf in zip(self.moving, tangible, strict=True):
                 leaves[i] = leaf
-            outs, static = call_flat(self._who, self._call, self._layout, self._has_aux, leaves)
+            try:
+                outs, static = call_flat(self._who, self._call, self._layout, self._has_aux, leaves)
+            except Exception as err:
+                self._fault = not _raised_by_jax(err)
+                raise
             outputs.append(static.output)
             return [out for out in outs[: static.output.value.total] if is_inexact(type_of(out))], outs
 
@@ -63,10 +69,12 @@ class EagerProgram(Program):
         else:
             try:
                 _, linear, outs = jax.linearize(moved, *[point[i] for i in self.moving], has_aux=True)
-            except (NotImplementedError, ValueError) as err:  # what JAX can only push forward
-                if isinstance(err, ValueError) and "known values" not in str(err):
+            except Exception as err:
+                if self._fault:
                     raise
+                # An obstacle to differentiation, or a fault of fun itself: the latter comes again when it is called.
                 done = self.evaluate(point)
+                self.primal = self._traced(point)
                 self.obstacle("linearize", err)
                 return done
         self.finish(outs, outputs[-1])
@@ -102,9 +110,15 @@ class EagerProgram(Program):
 
     def _try(self, direction: str, data: Data) -> bool:
         """Without a linear program the products call the function: JAX says then what it cannot do."""
-        if self.kernel is None:
-            return direction == "forward" or "linearize" not in self.obstacles
+        if self.kernel is None and "linearize" not in self.obstacles:
+            return True
         return super()._try(direction, data)
+
+    def _traced(self, point: Sequence[Any]) -> Any:
+        try:
+            return jax.make_jaxpr(lambda *leaves: self._split(leaves, [])(*[leaves[i] for i in self.moving])[1])(*point)
+        except Exception:
+            return None
 
     def evaluate(self, point: list[Any]) -> tuple[list[Any], Output, Data]:
         """As `linearize`, keeping nothing: products call the function again."""
@@ -127,6 +141,15 @@ class EagerProgram(Program):
         moved = self._split(data.point, [])
         _, pullback, _ = jax.vjp(moved, *[data.point[i] for i in self.moving], has_aux=True)
         return list(pullback(list(cotangents)))
+
+
+def _raised_by_jax(err: Exception) -> bool:
+    """Whether JAX raised this, and not the user's function; the traceback must not be filtered yet."""
+    trace = err.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    module = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__", ""))
+    return module.partition(".")[0] in ("jax", "jaxlib")
 
 
 def _gone(*_: Any, **__: Any) -> Any:

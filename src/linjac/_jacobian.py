@@ -4,13 +4,21 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from linjac import _eager
 from linjac._arguments import take_apart
 from linjac._decide import decide
-from linjac._errors import PointError
-from linjac._options import check_callable, check_choice, check_chunk_size, check_flag, check_memory_budget
+from linjac._errors import PointError, compose
+from linjac._options import (
+    check_argnums,
+    check_callable,
+    check_choice,
+    check_chunk_size,
+    check_flag,
+    check_memory_budget,
+)
 from linjac._plan import JacobianPlan, Options, assemble, resolve_mode
 from linjac._program import Data, Program, TracedProgram, alive
 from linjac._sweeps import parts_eagerly, pieces, work
@@ -72,11 +80,13 @@ def jacobian(
          [3. 2.]]
     """
     argnums = tuple(argnums) if isinstance(argnums, Iterator) else argnums
-    options = _options("jacobian", fun, mode, has_aux, holomorphic, allow_int, chunk_size, memory_budget, layout, jit)
+    who = "jacobian"
+    limits = (chunk_size, memory_budget)
+    options = _options(who, fun, argnums, mode, layout, limits, (has_aux, holomorphic, allow_int, jit))
 
     @functools.wraps(fun)
     def jacobian_fun(*args: Any, **kwargs: Any) -> Any:
-        done = _compute("jacobian", fun, args, kwargs, argnums, options)
+        done = _compute(who, fun, args, kwargs, argnums, options)
         return (done.jacobian, done.aux()) if has_aux else done.jacobian
 
     return jacobian_fun
@@ -121,7 +131,8 @@ def value_and_jacobian(
         0.0 1.0
     """
     who = "value_and_jacobian"
-    options = _options(who, fun, mode, has_aux, holomorphic, allow_int, chunk_size, memory_budget, layout, jit)
+    limits = (chunk_size, memory_budget)
+    options = _options(who, fun, argnums, mode, layout, limits, (has_aux, holomorphic, allow_int, jit))
 
     @functools.wraps(fun)
     def value_and_jacobian_fun(*args: Any, **kwargs: Any) -> Any:
@@ -166,7 +177,8 @@ def plan_jacobian(
         2 forward sweeps in 1 chunk instead of 128 reverse sweeps: 2 inputs, 128 outputs; ...
     """
     who = "plan_jacobian"
-    options = _options(who, fun, mode, has_aux, holomorphic, allow_int, chunk_size, memory_budget, layout, True)
+    limits = (chunk_size, memory_budget)
+    options = _options(who, fun, argnums, mode, layout, limits, (has_aux, holomorphic, allow_int, True))
 
     @functools.wraps(fun)
     def plan_fun(*args: Any, **kwargs: Any) -> JacobianPlan:
@@ -186,26 +198,36 @@ class _Options(NamedTuple):
 def _options(
     who: str,
     fun: Any,
+    argnums: Any,
     mode: Any,
-    has_aux: Any,
-    holomorphic: Any,
-    allow_int: Any,
-    chunk_size: Any,
-    memory_budget: Any,
     layout: Any,
-    jit: Any,
+    limits: tuple[Any, Any],
+    flags: tuple[Any, Any, Any, Any],
 ) -> _Options:
+    """Check what was given; `limits` are chunk_size and memory_budget, `flags` those of the signature in its order."""
     check_callable(who, fun)
-    for name, flag in (("has_aux", has_aux), ("holomorphic", holomorphic), ("allow_int", allow_int), ("jit", jit)):
+    if argnums is None:
+        raise TypeError(compose(who, "argnums must be an int or a sequence of ints, got None"))
+    has_aux, holomorphic, allow_int, jit = (
         check_flag(who, name, flag)
+        for name, flag in zip(("has_aux", "holomorphic", "allow_int", "jit"), flags, strict=True)
+    )
     check_choice(who, "layout", layout, ("blocks", "matrix"))
-    word, chunk_size, repeated = resolve_mode(who, mode, check_chunk_size(who, chunk_size))
-    budget = check_memory_budget(who, memory_budget)
-    options = Options(word, layout, chunk_size, budget, bool(holomorphic), bool(allow_int))
-    return _Options(options, repeated, bool(has_aux), bool(jit))
+    word, chunk_size, repeated = resolve_mode(who, mode, check_chunk_size(who, limits[0]))
+    budget = check_memory_budget(who, limits[1])
+    options = Options(word, layout, chunk_size, budget, holomorphic, allow_int)
+    return _Options(options, repeated, has_aux, jit)
 
 
 # the work -------------------------------------------------------------------------------------------------------------
+def _integers_as_arrays(who: str, args: tuple[Any, ...], argnums: Any) -> tuple[Any, ...]:
+    """Python ints and bools to differentiate are arrays, as in JAX: refused, or float0 with `allow_int`."""
+    positions = check_argnums(who, argnums, len(args))
+    return tuple(
+        jnp.asarray(arg) if i in positions and isinstance(arg, bool | int) else arg for i, arg in enumerate(args)
+    )
+
+
 class _Prepared(NamedTuple):
     """A program with its data and plan; `outs` only where it has run already."""
 
@@ -227,6 +249,7 @@ class _Done(NamedTuple):
 def _prepare(
     who: str, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], argnums: Any, options: _Options
 ) -> _Prepared:
+    args = _integers_as_arrays(who, args, argnums)
     call = take_apart(who, "args", fun, args, kwargs, argnums, abstract=who == "plan_jacobian")
     plan_options = options.plan._replace(single=np.ndim(argnums) == 0)
     traced = trace(who, call, has_aux=options.has_aux) if options.jit else None

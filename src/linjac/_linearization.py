@@ -149,8 +149,9 @@ class Linearization(Operator):
         budget = check_memory_budget(who, memory_budget)
         if word == "measure":
             what = "a linearization does not measure"
-            raise ValueError(compose(who, what, remedy="use linjac.jacobian(fun, mode='measure') and pass its plan"))
-        options = Options(word, layout, chunk_size, budget, holomorphic, allow_int, self._is_single())
+            raise ValueError(compose(who, what, remedy="pass a plan of linjac.plan_jacobian(fun, mode='measure')"))
+        single = self._is_single()
+        options = Options(word, layout, chunk_size, budget, holomorphic, allow_int, hold=True, single=single)
         data, _ = self._ready([])
         plan = decide(who, self._program, data, options, repeated)
         return assemble(who, plan, alive(who, self._pieces, plan, data))

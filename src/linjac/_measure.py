@@ -14,7 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from linjac._plan import OTHER, JacobianPlan, make_plan
+from linjac._choice import make_plan
+from linjac._plan import OTHER, JacobianPlan
 from linjac._program import Data, Program, TracedProgram
 from linjac._sweeps import work
 

@@ -52,13 +52,14 @@ def check_flag(who: str, name: str, value: object) -> bool:
     return bool(value)
 
 
-def check_choice(who: str, name: str, value: object, choices: Iterable[str]) -> str:
+def check_choice(who: str, name: str, value: object, choices: Iterable[str], other: str = "") -> str:
     """One of the given words."""
     choices = tuple(choices)
-    if not (isinstance(value, str) and value in choices):
-        shown = repr(value) if isinstance(value, str) else type(value).__name__
-        allowed = ", ".join(repr(choice) for choice in choices)
-        raise ValueError(compose(who, f"{name} must be one of {allowed}, got {shown}"))
+    allowed = ", ".join(repr(choice) for choice in choices) + (f" {other}" if other else "")
+    if not isinstance(value, str):
+        raise TypeError(compose(who, f"{name} must be one of {allowed}, got {type(value).__name__}"))
+    if value not in choices:
+        raise ValueError(compose(who, f"{name} must be one of {allowed}, got {value!r}"))
     return value
 
 
@@ -81,7 +82,8 @@ def check_argnums(who: str, argnums: Any, count: int) -> tuple[int, ...]:
         if position is None:
             raise TypeError(compose(who, f"argnums must hold ints, got {type(item).__name__}"))
         if not -count <= position < count:
-            raise ValueError(compose(who, f"argnums={position} is out of range for {count} positional arguments"))
+            arguments = f"{count} positional argument{'' if count == 1 else 's'}"
+            raise ValueError(compose(who, f"argnums={position} is out of range for {arguments}"))
         positions.append(position % count)
     if not positions:
         raise ValueError(compose(who, "argnums names no position, so there is nothing to differentiate"))

@@ -7,6 +7,7 @@ point, residuals) are always arguments. It must not know the cache that keeps it
 
 import functools
 import itertools
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -69,7 +70,7 @@ def alive(who: str, run: Callable[..., Any], *args: Any) -> Any:
         if not any(map(_is_deleted, jax.tree_util.tree_leaves(args))):
             raise
         what = "an array has been deleted (donated to another computation)"
-        raise PointError(compose(who, what, remedy="linearize again, or do not donate it")) from err
+        raise PointError(compose(who, what, remedy="pass arrays that are alive, or do not donate them")) from err
 
 
 def _is_deleted(leaf: Any) -> bool:
@@ -215,15 +216,18 @@ def _estimate(program: Program, direction: str) -> int:
 
 def mode_error(who: str, what: str, program: Program, remedy: str) -> ModeError:
     """A ModeError that names every obstacle and is raised from the first one."""
-    lines = [f"{name}: {type(err).__name__}: {_first_line(err)}" for name, err in program.obstacles.items()]
+    lines = [f"{name}: {type(err).__name__}: {first_line(err)}" for name, err in program.obstacles.items()]
     error = ModeError(compose(who, what, lines, remedy))
     error.__cause__ = next(iter(program.obstacles.values()), None)
     return error
 
 
-def _first_line(err: Exception) -> str:
+def first_line(err: Exception) -> str:
+    """What an error says, in one line of words, not cut within one."""
     lines = str(err).strip().splitlines()
-    return lines[0][:200] if lines else "(no message; a derivative rule that is not linear in its tangent does this)"
+    if not lines:
+        return "(no message; a derivative rule that is not linear in its tangent does this)"
+    return textwrap.shorten(lines[0], 200, placeholder=" ...")
 
 
 class TracedProgram(Program):

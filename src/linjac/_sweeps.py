@@ -102,7 +102,7 @@ def _turn(seed: Any, direction: str) -> Any:
 
 
 def _combine(first: Any, second: Any, sign: complex) -> Any:
-    wide = jnp.result_type(first.dtype, jnp.complex64) if not is_complex(first) else first.dtype
+    wide = _part_dtype(first.dtype, True)
     return first.astype(wide) + jnp.asarray(sign, wide) * second.astype(wide)
 
 
@@ -152,6 +152,7 @@ def parts_eagerly(program: Program, data: Data, recipe: Recipe) -> list[Any]:
     near, far = ends(program, recipe.direction)
     if near.size == 0 or far.size == 0:
         return parts(program, data, recipe)
+    recipe = recipe._replace(fused=recipe.fused and program.kernel is None)  # stored data does not hold the function
     rows = _rows(program, data, recipe)
     chunks = [
         rows(start, min(recipe.chunk_size, near.size - start)) for start in range(0, near.size, recipe.chunk_size)

@@ -7,6 +7,7 @@ named axes). What a function captures from an enclosing trace is read anew at ev
 
 import collections
 import functools
+import inspect
 import os
 import threading
 import warnings
@@ -77,14 +78,14 @@ def call_flat(who: str, fun: Callable[..., Any], layout: Layout, has_aux: bool, 
     aux = None
     if has_aux:
         if not (isinstance(value, tuple | list) and len(value) == 2):
-            what = f"has_aux=True needs fun to return a pair (value, aux), got {type(value).__name__}"
+            what = f"has_aux=True needs fun to return a pair (value, aux), got {short(value)}"
             raise TypeError(compose(who, what))
         value, aux = value
     outs = [None if leaf is None else _as_array(leaf) for leaf in jax.tree.leaves(value, is_leaf=is_none)]
     if any(out is _NO_ARRAY for out in outs):
         given = zip(key_paths(value, "output"), jax.tree.leaves(value, is_leaf=is_none), strict=True)
         bad = [f"{name}: {short(leaf)}" for name, leaf in given if leaf is not None and type_of(leaf) is None]
-        raise TypeError(compose(who, "fun returned something that is no array", bad, "return it as aux"))
+        raise TypeError(compose(who, "fun returned something that is no array", bad, "return it as aux (has_aux=True)"))
     aux_leaves, aux_tree = jax.tree_util.tree_flatten(aux)
     aux_leaves = [jnp.asarray(leaf) if _is_numeric(leaf) else leaf for leaf in aux_leaves]  # arrays are never shared
     statics = tuple(TRACED if isinstance(leaf, jax.Array) else leaf for leaf in aux_leaves)
@@ -275,6 +276,8 @@ _REMEMBERED = 100_000
 
 def _code(target: Target) -> Any:
     """The code object of a function, or of the class of a callable object."""
+    if hasattr(target.anchor, "__wrapped__"):  # jax.grad(f), jax.vmap(f): the user's own function
+        return getattr(inspect.unwrap(target.anchor), "__code__", None)
     kind = target.anchor if isinstance(target.anchor, type) else type(target.anchor)
     return getattr(target.anchor, "__code__", None) or getattr(vars(kind).get("__call__"), "__code__", None)
 
@@ -291,7 +294,7 @@ def _count(call: Call, types: tuple[Any, ...]) -> None:
         return
     tree, argnums, statics = call.key
     loose = tuple((place, kind, None if kind is int or callable(leaf) else leaf) for place, kind, leaf in statics)
-    key = (code.co_filename, code.co_firstlineno, code.co_name, hash((tree, argnums, loose, types)))
+    key = (code.co_filename, code.co_firstlineno, hash(code), hash((tree, argnums, loose, types)))
     with _lock:
         if len(_traces) > _REMEMBERED:
             _traces.clear()
