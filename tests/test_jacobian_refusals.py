@@ -234,8 +234,9 @@ def test_a_collective():
 
 CHUNK = "chunk_size must be a positive int or None (chosen from memory_budget)"
 BUDGET = "memory_budget must be a positive int or None (16 MiB)"
+MODES = "'auto', 'fwd', 'rev', 'measure'"
 OPTIONS = [
-    ({"mode": "forward"}, ValueError, "mode must be one of 'auto', 'fwd', 'rev', 'measure' or a JacobianPlan, got 'forward'"),
+    ({"mode": "forward"}, ValueError, f"mode must be one of {MODES} or a JacobianPlan, got 'forward'"),
     ({"layout": "dense"}, ValueError, "layout must be one of 'blocks', 'matrix', got 'dense'"),
     ({"chunk_size": 0}, ValueError, f"{CHUNK}, got 0"),
     ({"chunk_size": -3}, ValueError, f"{CHUNK}, got -3"),

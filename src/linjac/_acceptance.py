@@ -13,9 +13,8 @@ def check_inputs(who: str, program: Program, *, holomorphic: bool, allow_int: bo
     """Arguments without any derivative are refused, unless `hold`; such leaves in a tree are held."""
     by_argument: dict[str, list[tuple[str, Leaf]]] = {}
     for leaf in program.inputs.leaves:
-        slot, _, rest = leaf.name.removeprefix("tangents[").partition("]")
-        position = program.layout.argnums[int(slot)] - program.layout.shift
-        by_argument.setdefault(slot, []).append((f"args[{position}]{rest}", leaf))
+        slot = leaf.name.partition("]")[0]
+        by_argument.setdefault(slot, []).append((program.argument_name(leaf.name, "args"), leaf))
     bad: list[str] = []
     only_keys = True
     for leaves in by_argument.values():

@@ -119,13 +119,8 @@ def _side(names: Sequence[str], old: str, new: str, avals: Sequence[Any]) -> Sid
 
 
 def _columns(program: Program) -> Side:
-    layout = program.layout
-    names: list[str] = []
-    for name in program.inputs.names:
-        slot, _, rest = name.removeprefix("tangents[").partition("]")
-        position = layout.argnums[int(slot)] - layout.shift
-        names.append((f"args[{position}]" if position >= 0 else "fun") + rest)
-    return Side(tuple(names), tuple(aval.shape for aval in program.inputs.avals))
+    names = tuple(program.argument_name(name, "args") for name in program.inputs.names)
+    return Side(names, tuple(aval.shape for aval in program.inputs.avals))
 
 
 def _resolve_mode(
@@ -158,7 +153,7 @@ def _resolve_mode(
 
 
 def _by_size(program: Program, data: Data, m: int, n: int) -> str:
-    """The fewer sweeps; in a tie, reverse where it writes rows in place chunk by chunk or begins with a matrix."""
+    """The fewer sweeps; in a tie, whichever was measured to be faster for such a program."""
     kernel = program.kernel
     if kernel is None:
         return "fwd"
@@ -166,7 +161,13 @@ def _by_size(program: Program, data: Data, m: int, n: int) -> str:
         return "fwd"
     if n != m:
         return "fwd" if n < m else "rev"
+    if kernel.primitives & _MOVES and not kernel.primitives & (_MATMULS | _LOOPED) and not _SHIFTS_FUSE:
+        return "rev"
     chunked = balanced(n, _limit(program, data, "fwd", Options()))[0] > 1
+    if chunked and kernel.primitives & _MATMULS and not kernel.primitives & _LOOPED:
+        return (
+            "fwd"  # a chunk of rows times a matrix as it lies in memory; in reverse it would be packed for each chunk
+        )
     return "rev" if chunked or kernel.primitives & (_MATMULS | {"scan"}) else "fwd"
 
 

@@ -50,17 +50,31 @@ def find_cut(kernel: Kernel, direction: str) -> Cut | None:
     return Cut(program, uses[0], (*contracted, *free), side)
 
 
-def rows_of_cut(cut: Cut, residuals: Sequence[Any], start: Any, size: int) -> list[Any]:
-    """The outputs of the program for rows `start` to `start + size` of the identity, on axis 0."""
+def matrix_of(cut: Cut, residuals: Sequence[Any]) -> Any:
+    """The first weight matrix, as the program reads it."""
     program, eqn = cut.program, cut.program.eqns[cut.position]
-    matrix_var, vector = eqn.invars[1 - cut.side], program.invars[-1]
-    before = program.replace(eqns=program.eqns[: cut.position], outvars=[matrix_var])
-    matrix = evaluate(before, [], *residuals, jnp.zeros(vector.aval.shape, vector.aval.dtype))[0]
-    ndim = vector.aval.ndim
+    before = program.replace(eqns=program.eqns[: cut.position], outvars=[eqn.invars[1 - cut.side]])
+    vector = program.invars[-1].aval
+    return evaluate(before, [], *residuals, jnp.zeros(vector.shape, vector.dtype))[0]
+
+
+def _rows(cut: Cut, matrix: Any, start: Any, size: int) -> Any:
+    """The rows of the matrix that some rows of the identity select; a slice is taken before anything is moved."""
+    ndim = cut.program.invars[-1].aval.ndim
+    if ndim == 1:
+        axis = cut.order[0]
+        some = matrix if size == matrix.shape[axis] else lax.dynamic_slice_in_dim(matrix, start, size, axis)
+        return some.transpose(cut.order)
     turned = matrix.transpose(cut.order)
     count = math.prod(turned.shape[:ndim])
-    table = turned.reshape((count, *turned.shape[ndim:])).astype(eqn.outvars[0].aval.dtype)
-    chunk = table if size == count else lax.dynamic_slice_in_dim(table, start, size, 0)
+    table = turned.reshape((count, *turned.shape[ndim:]))
+    return table if size == count else lax.dynamic_slice_in_dim(table, start, size, 0)
+
+
+def rows_of_cut(cut: Cut, matrix: Any, residuals: Sequence[Any], start: Any, size: int) -> list[Any]:
+    """The outputs of the program for rows `start` to `start + size` of the identity, on axis 0."""
+    program, eqn = cut.program, cut.program.eqns[cut.position]
+    chunk = _rows(cut, matrix, start, size).astype(eqn.outvars[0].aval.dtype)
     rest = program.replace(
         eqns=[*program.eqns[: cut.position], *program.eqns[cut.position + 1 :]],
         invars=[*program.invars[:-1], eqn.outvars[0]],

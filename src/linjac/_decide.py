@@ -12,6 +12,8 @@ from linjac._plan import JacobianPlan, Options
 from linjac._program import Data, Program, alive
 from linjac._tree import in_trace
 
+SMALL = 1 << 20  # bytes of a result that is not compared with the memory there is
+
 
 def decide(who: str, program: Program, data: Data, options: Options, repeated: JacobianPlan | None) -> JacobianPlan:
     """The plan for a call; `repeated` is a plan given as mode, whose decision is taken over."""
@@ -28,7 +30,7 @@ def decide(who: str, program: Program, data: Data, options: Options, repeated: J
         here = f"{plan.n} inputs and {plan.m} outputs"
         what = f"the plan was made for {repeated.n} inputs and {repeated.m} outputs, not for {here}"
         raise ValueError(compose(who, what, remedy="make a plan for these arguments with linjac.plan_jacobian"))
-    limit = alive(who, memory_of, data.point)
+    limit = alive(who, memory_of, data.point) if plan.result_bytes > SMALL else SMALL
     if plan.result_bytes > limit:
         what = f"the Jacobian is {plan.m} x {plan.n}, {plan.result_bytes:,} bytes; there are {limit:,} bytes of memory"
         remedy = "use linjac.linearize_many and its products, or linjac.jvp_many for some directions"

@@ -8,13 +8,12 @@ comparison: about 50 ns for each name. Integers inside containers are left out: 
 A guard must not keep anything alive: it holds identities, and weak references that say when one of them has died.
 """
 
+import builtins
 import functools
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
-
-import jax
 
 _CONTAINERS = (dict, list, tuple)
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), types.CodeType)
@@ -74,7 +73,10 @@ class _Sites:
         elif isinstance(value, type):
             self.add_kind(value)
         elif type(value).__name__ in ("custom_jvp", "custom_vjp"):  # the user's primal and rules are attributes
-            self.add_all(vars(value).values())
+            if id(value) not in self._seen:
+                self._seen.add(id(value))
+                self.reads.append(functools.partial(_attributes, weakref.ref(value), ()))
+                self.add_all(vars(value).values())
         elif value is not None and callable(value) and _package(type(value)) not in _LIBRARIES:
             self.add_owner(value)
 
@@ -91,26 +93,24 @@ class _Sites:
         if _package(function) in _LIBRARIES:  # jax.vmap(f), jax.grad(f): a wrapper
             self.add_all([getattr(function, "__wrapped__", None)])
             return
+        self.home = self.home or _package(function)
         self.reads.append(functools.partial(_rules, weakref.ref(function)))
         names = list(dict.fromkeys(_names(function.__code__)))
         self._names.update(dict.fromkeys(names))
-        self._add_cells(function.__closure__ or ())
+        if function.__closure__:
+            self.reads.append(functools.partial(_cells, weakref.ref(function)))
+            self.add_all(_leaves(list(map(_content, function.__closure__)), set()))
         self._add_namespace(function.__globals__, names)
         self.add_all(_leaves([function.__defaults__ or ()], set()))
         self.add_all((function.__kwdefaults__ or {}).values())
         for kind in self._kinds:
             self._add_attributes(kind, names)
 
-    def _add_cells(self, cells: tuple[types.CellType, ...]) -> None:
-        if cells:
-            self.reads.append(functools.partial(_cells, cells))
-            self.add_all(_leaves(map(_content, cells), set()))
-
     def _watch(self, namespace: dict[str, Any], names: list[str]) -> list[Any]:
-        found = tuple(name for name in names if name in namespace)
+        found = tuple(name for name in names if name in namespace or hasattr(builtins, name))
         if found:
             self.reads.append(functools.partial(map, namespace.get, found))
-        return [namespace[name] for name in found]
+        return [namespace[name] for name in found if name in namespace]
 
     def _add_namespace(self, namespace: dict[str, Any], names: list[str]) -> None:
         pending = self._watch(namespace, names)
@@ -155,11 +155,12 @@ class _Sites:
         self._add_attributes(kind, ["__call__", *self._names])
 
     def _add_attributes(self, kind: type, names: list[str]) -> None:
-        for base in _mro(kind):
-            found = [name for name in names if name in vars(base)]
-            if found:
-                self.reads.append(functools.partial(_class_attributes, weakref.ref(base), tuple(found)))
-                self.add_all([vars(base)[name] for name in found])
+        bases = _mro(kind)
+        found = tuple(name for name in names if any(name in vars(base) for base in bases))
+        for base in bases if found else ():  # in every base: an override may come later
+            self.home = self.home or _package(base)
+            self.reads.append(functools.partial(_class_attributes, weakref.ref(base), found))
+            self.add_all([vars(base)[name] for name in found if name in vars(base)])
 
 
 def _slot_names(kind: type) -> Iterable[str]:
@@ -178,7 +179,8 @@ def _rules(reference: Callable[[], Any]) -> Iterable[Any]:
     return (function.__code__, *(function.__defaults__ or ()), *(keyword.values() if keyword else ()))
 
 
-def _cells(cells: tuple[types.CellType, ...]) -> Iterable[Any]:
+def _cells(reference: Callable[[], Any]) -> Iterable[Any]:
+    cells = reference().__closure__
     try:
         return [cell.cell_contents for cell in cells]
     except ValueError:
@@ -195,15 +197,18 @@ def _class_attributes(reference: Callable[[], Any], names: tuple[str, ...]) -> I
     return map(vars(reference()).get, names)
 
 
-def _leaves(values: Iterable[Any], seen: set[int]) -> Iterator[Any]:
+def _leaves(values: Iterable[Any], seen: set[int]) -> list[Any]:
     """What is inside plain dicts, lists and tuples, however deep; integers left out."""
+    found: list[Any] = []
     for value in values:
+        kind = type(value)
         if isinstance(value, _CONTAINERS):
             if id(value) not in seen:
                 seen.add(id(value))
-                yield from _leaves(value.values() if isinstance(value, dict) else value, seen)
-        elif type(value) is not int:
-            yield value
+                found += _leaves(value.values() if isinstance(value, dict) else value, seen)
+        elif kind is not int:
+            found.append(value)
+    return found
 
 
 class Guard:
@@ -213,9 +218,6 @@ class Guard:
         sites = _Sites()
         self._stale = False
         for value in callables:
-            function = getattr(value, "__func__", value)
-            if isinstance(function, types.FunctionType) and not sites.home:
-                sites.home = _package(function)
             sites.add(value)
         self._reads = sites.reads
         self._containers: tuple[int, ...] = ()
@@ -246,10 +248,7 @@ class Guard:
     def _inside(self, values: list[Any]) -> list[Any]:
         """The leaves of the watched containers, in a fixed order."""
         inside = [values[i] for i in self._containers if i < len(values)]
-        try:  # JAX's flattening is ten times faster, but sorts keys, and does not know cycles
-            return [leaf for leaf in jax.tree_util.tree_leaves(inside) if type(leaf) is not int]
-        except Exception:
-            return list(_leaves((value for value in inside if isinstance(value, _CONTAINERS)), set()))
+        return _leaves([value for value in inside if isinstance(value, _CONTAINERS)], set())
 
     def _hold(self, value: Any) -> Any:
         """Something that keeps this identity meaningful without keeping the object alive."""

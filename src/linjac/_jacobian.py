@@ -1,6 +1,7 @@
 """Jacobians: the public functions, from arguments through a plan to blocks."""
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from linjac import _eager
-from linjac._arguments import take_apart
+from linjac._arguments import Call, take_apart
 from linjac._decide import decide
 from linjac._errors import PointError, compose
 from linjac._options import (
@@ -20,9 +21,9 @@ from linjac._options import (
     check_memory_budget,
 )
 from linjac._plan import JacobianPlan, Options, assemble, resolve_mode
-from linjac._program import Data, Program, TracedProgram, alive
+from linjac._program import Data, Program, alive
 from linjac._sweeps import parts_eagerly, pieces, work
-from linjac._tracing import ByValue, Output, trace
+from linjac._tracing import ByValue, Output, Traced, trace
 from linjac._tree import rebuild
 
 type Mode = str | JacobianPlan  # "auto", "fwd", "rev", "measure", or a decision to repeat
@@ -84,9 +85,11 @@ def jacobian(
     limits = (chunk_size, memory_budget)
     options = _options(who, fun, argnums, mode, layout, limits, (has_aux, holomorphic, allow_int, jit))
 
+    differentiated = _Differentiated(who, fun, argnums, options)
+
     @functools.wraps(fun)
     def jacobian_fun(*args: Any, **kwargs: Any) -> Any:
-        done = _compute(who, fun, args, kwargs, argnums, options)
+        done = differentiated.compute(args, kwargs)
         return (done.jacobian, done.aux()) if has_aux else done.jacobian
 
     return jacobian_fun
@@ -134,9 +137,11 @@ def value_and_jacobian(
     limits = (chunk_size, memory_budget)
     options = _options(who, fun, argnums, mode, layout, limits, (has_aux, holomorphic, allow_int, jit))
 
+    differentiated = _Differentiated(who, fun, argnums, options)
+
     @functools.wraps(fun)
     def value_and_jacobian_fun(*args: Any, **kwargs: Any) -> Any:
-        done = _compute(who, fun, args, kwargs, argnums, options, value=True)
+        done = differentiated.compute(args, kwargs, value=True)
         return ((done.value(), done.aux()) if has_aux else done.value()), done.jacobian
 
     return value_and_jacobian_fun
@@ -180,9 +185,11 @@ def plan_jacobian(
     limits = (chunk_size, memory_budget)
     options = _options(who, fun, argnums, mode, layout, limits, (has_aux, holomorphic, allow_int, True))
 
+    differentiated = _Differentiated(who, fun, argnums, options)
+
     @functools.wraps(fun)
     def plan_fun(*args: Any, **kwargs: Any) -> JacobianPlan:
-        return _prepare(who, fun, args, kwargs, argnums, options).plan
+        return differentiated.plan(args, kwargs)
 
     return plan_fun
 
@@ -220,24 +227,6 @@ def _options(
 
 
 # the work -------------------------------------------------------------------------------------------------------------
-def _integers_as_arrays(who: str, args: tuple[Any, ...], argnums: Any) -> tuple[Any, ...]:
-    """Python ints and bools to differentiate are arrays, as in JAX: refused, or float0 with `allow_int`."""
-    positions = check_argnums(who, argnums, len(args))
-    return tuple(
-        jnp.asarray(arg) if i in positions and isinstance(arg, bool | int) else arg for i, arg in enumerate(args)
-    )
-
-
-class _Prepared(NamedTuple):
-    """A program with its data and plan; `outs` only where it has run already."""
-
-    program: Program
-    output: Output
-    data: Data
-    plan: JacobianPlan
-    outs: list[Any] | None
-
-
 class _Done(NamedTuple):
     """A Jacobian, and thunks for the value and aux."""
 
@@ -246,52 +235,89 @@ class _Done(NamedTuple):
     aux: Callable[[], Any]
 
 
-def _prepare(
-    who: str, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], argnums: Any, options: _Options
-) -> _Prepared:
-    args = _integers_as_arrays(who, args, argnums)
-    call = take_apart(who, "args", fun, args, kwargs, argnums, abstract=who == "plan_jacobian")
-    plan_options = options.plan._replace(single=np.ndim(argnums) == 0)
-    traced = trace(who, call, has_aux=options.has_aux) if options.jit else None
-    if traced is None or isinstance(traced, ByValue):
-        done = _eager.linearize(who, call, has_aux=options.has_aux, stored=True)
-        if traced is not None:
-            traced.warn()
-        plan = decide(who, done.program, done.data, plan_options, options.repeated)
-        return _Prepared(done.program, done.output, done.data, plan, done.outs)
-    data = Data(traced.point, traced.constants, [])
-    plan = decide(who, traced.program, data, plan_options, options.repeated)
-    return _Prepared(traced.program, traced.output, data, plan, None)
+class _Ready(NamedTuple):
+    """A plan with its compiled program."""
+
+    plan: JacobianPlan
+    run: Callable[..., Any]
 
 
-def _compute(
-    who: str,
-    fun: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    argnums: Any,
-    options: _Options,
-    *,
-    value: bool = False,
-) -> _Done:
-    program, output, data, plan, outs = _prepare(who, fun, args, kwargs, argnums, options)
-    try:
-        if isinstance(program, TracedProgram):
-            wanted = value or options.has_aux
-            key = ("jacobian", plan.recipe, plan.layout, wanted)
-            function = functools.partial(work, program, plan.recipe, plan.layout, wanted)
-            outs, found = alive(who, program.run, key, function, data.constants, data.point)
-        else:
-            found = pieces(program, parts_eagerly(program, data, plan.recipe), plan.recipe, plan.layout)
-    except PointError:
-        raise
-    except Exception as err:
-        err.add_note(f"linjac.{who}: raised while running mode={plan.mode!r}: {plan}")
-        raise
-    result = assemble(who, plan, found)
-    return _Done(
-        result, functools.partial(_value, who, output, outs or []), functools.partial(output.rebuild_aux, outs or [])
-    )
+class _Differentiated:
+    """A function with the options of its Jacobian, and what was decided for the programs it has had so far."""
+
+    def __init__(self, who: str, fun: Callable[..., Any], argnums: Any, options: _Options) -> None:
+        self.who, self.fun, self.argnums = who, fun, argnums
+        self.options = options._replace(plan=options.plan._replace(single=np.ndim(argnums) == 0))
+        self.known: weakref.WeakKeyDictionary[Program, _Ready] = weakref.WeakKeyDictionary()
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, abstract: bool = False) -> Call:
+        """Take a call apart. Python ints and bools to differentiate are arrays, as in JAX."""
+        if any(isinstance(arg, int) for arg in args):
+            positions = check_argnums(self.who, self.argnums, len(args))
+            args = tuple(
+                jnp.asarray(arg) if i in positions and isinstance(arg, int) else arg for i, arg in enumerate(args)
+            )
+        return take_apart(self.who, "args", self.fun, args, kwargs, self.argnums, abstract=abstract)
+
+    def trace(self, call: Call) -> Traced | ByValue | None:
+        """The program of a call; None for `jit=False`."""
+        return trace(self.who, call, has_aux=self.options.has_aux) if self.options.jit else None
+
+    def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> JacobianPlan:
+        """The plan for these arguments (which may be types)."""
+        call = self.call(args, kwargs, abstract=True)
+        traced = self.trace(call)
+        if isinstance(traced, Traced):
+            return self._decide(traced.program, Data(traced.point, traced.constants, []))
+        return self._run_eagerly(call, traced)[1]
+
+    def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, value: bool = False) -> _Done:
+        """The Jacobian, and value and aux where they are wanted."""
+        call = self.call(args, kwargs)
+        traced = self.trace(call)
+        if not isinstance(traced, Traced):
+            done, plan = self._run_eagerly(call, traced)
+            try:
+                swept = parts_eagerly(done.program, done.data, plan.recipe)
+            except Exception as err:
+                self._note(err, plan)
+                raise
+            found = pieces(done.program, swept, plan.recipe, plan.layout)
+            return self._done(plan, found, done.output, done.outs)
+        ready = self.known.get(traced.program) or self._ready(traced, wanted=value or self.options.has_aux)
+        try:
+            outs, found = alive(self.who, ready.run, traced.constants, traced.point)
+        except Exception as err:
+            self._note(err, ready.plan)
+            raise
+        return self._done(ready.plan, found, traced.output, outs)
+
+    def _ready(self, traced: Traced, *, wanted: bool) -> _Ready:
+        program = traced.program
+        plan = self._decide(program, Data(traced.point, traced.constants, []))
+        key = ("jacobian", plan.recipe, plan.layout, wanted)
+        ready = _Ready(plan, program.prepared(key, functools.partial(work, program, plan.recipe, plan.layout, wanted)))
+        if self.options.plan.mode != "measure":  # inside a trace nothing is measured, so the answer may change
+            self.known[program] = ready
+        return ready
+
+    def _decide(self, program: Program, data: Data) -> JacobianPlan:
+        return decide(self.who, program, data, self.options.plan, self.options.repeated)
+
+    def _run_eagerly(self, call: Call, by_value: Any) -> tuple[_eager.Evaluated, JacobianPlan]:
+        done = _eager.linearize(self.who, call, has_aux=self.options.has_aux, stored=True)
+        if isinstance(by_value, ByValue):
+            by_value.warn()
+        return done, self._decide(done.program, done.data)
+
+    def _note(self, err: Exception, plan: JacobianPlan) -> None:
+        """Add what was tried to an error that passes through."""
+        if not isinstance(err, PointError):
+            err.add_note(f"linjac.{self.who}: raised while running mode={plan.mode!r}: {plan}")
+
+    def _done(self, plan: JacobianPlan, found: list[list[Any]], output: Output, outs: list[Any]) -> _Done:
+        value = functools.partial(_value, self.who, output, outs)
+        return _Done(assemble(self.who, plan, found), value, functools.partial(output.rebuild_aux, outs))
 
 
 def _value(who: str, output: Output, outs: list[Any]) -> Any:

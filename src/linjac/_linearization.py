@@ -212,7 +212,9 @@ class Linearization(Operator):
         if in_trace([leaf for _, *pair in leaves for leaf in pair]):
             what = "the point cannot be compared inside a trace, where values are not known"
             raise PointError(compose(who, what, remedy="call it outside jax.jit, jax.vmap and jax.grad"))
-        bad = [f"primals{jax.tree_util.keystr(path)}: {_change(a, b)}" for path, a, b in leaves if not _same(a, b)]
+        same = [alive(who, _same, a, b) for _, a, b in leaves]
+        moved = [leaf for leaf, kept in zip(leaves, same, strict=True) if not kept]
+        bad = [f"primals{jax.tree_util.keystr(path)}: {_change(a, b)}" for path, a, b in moved]
         if bad:
             raise PointError(compose(who, "this is not the point of the linearization", bad, "linearize again there"))
 

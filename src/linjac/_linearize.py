@@ -301,11 +301,15 @@ def _linearize(
 def _linearize_eagerly(
     who: str, call: Call, *, has_aux: bool, strategy: str
 ) -> tuple[Any, Linearization, Callable[[], Any]]:
-    done = _eager.linearize(who, call, has_aux=has_aux, stored=strategy != RECOMPUTE)
+    done: _eager.Evaluated = alive(who, _linearized_eagerly, who, call, has_aux, strategy != RECOMPUTE)
     _need_movement(who, done.program)
     _need_forward(who, done.program, done.data)
     linear_fn = Linearization(done.data, done.program, STORED if done.program.kernel is not None else RECOMPUTE)
     return _value(who, done.output, done.outs), linear_fn, lambda: done.output.rebuild_aux(done.outs)
+
+
+def _linearized_eagerly(who: str, call: Call, has_aux: bool, stored: bool) -> _eager.Evaluated:
+    return _eager.linearize(who, call, has_aux=has_aux, stored=stored)
 
 
 def _value(who: str, output: Output, outs: list[Any]) -> Any:
@@ -331,7 +335,7 @@ def _need_movement(who: str, program: Program) -> None:
     leaves = [leaf for leaf in program.inputs.leaves if leaf.present]
     if leaves and not program.inputs.avals:
         kinds = ["no array" if leaf.aval is None else short(leaf.aval) for leaf in leaves]
-        names = [leaf.name.replace("tangents", "primals", 1) for leaf in leaves]
+        names = [program.argument_name(leaf.name, "primals") for leaf in leaves]
         bad = [f"{name}: {kind}" for name, kind in zip(names, kinds, strict=True)]
         raise TypeError(
             compose(who, "nothing here can move", bad, "only floating and complex leaves do: cast to float")

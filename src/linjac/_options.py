@@ -1,6 +1,6 @@
 """Options of the public functions: checked at the call, in our own words, before any work.
 
-This module must not know trees or programs.
+This module must not know programs.
 """
 
 import operator
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from linjac._errors import compose
+from linjac._tree import short
 
 
 def _integer(value: object) -> int | None:
@@ -66,18 +67,20 @@ def check_choice(who: str, name: str, value: object, choices: Iterable[str], oth
 def check_callable(who: str, fun: object) -> None:
     """`fun` can be called."""
     if not callable(fun):
-        raise TypeError(compose(who, f"fun must be callable, got {type(fun).__name__}"))
+        raise TypeError(compose(who, f"fun must be callable, got {short(fun)}"))
 
 
 def check_argnums(who: str, argnums: Any, count: int) -> tuple[int, ...]:
     """Positions as non-negative ints: numpy integers count as ints, negative ones from the end."""
     if argnums is None:
         return tuple(range(count))
+    if isinstance(argnums, int) and not isinstance(argnums, bool) and 0 <= argnums < count:
+        return (argnums,)
     single = _integer(argnums)
     if single is None and not isinstance(argnums, Iterable):
         raise TypeError(compose(who, f"argnums must be an int or a sequence of ints, got {type(argnums).__name__}"))
     positions: list[int] = []
-    for item in (argnums,) if single is not None else argnums:
+    for item in (argnums,) if single is not None else tuple(argnums):
         position = _integer(item)
         if position is None:
             raise TypeError(compose(who, f"argnums must hold ints, got {type(item).__name__}"))

@@ -97,6 +97,12 @@ class Program:
         self._settled: dict[str, bool] = {}
         self.notes: dict[Any, Any] = {}  # static facts that upper layers derive from the program, by their own keys
 
+    def argument_name(self, name: str, root: str) -> str:
+        """The caller's word for a leaf of the tangents: `args[2]['w']` for `tangents[0]['w']`."""
+        slot, _, rest = name.removeprefix("tangents[").partition("]")
+        position = self.layout.argnums[int(slot)] - self.layout.shift
+        return (f"{root}[{position}]" if position >= 0 else "fun") + rest
+
     # products: pure functions of the data -----------------------------------------------------------------------------
     def push(self, data: Data, tangents: Sequence[Any]) -> list[Any]:
         """J v from stored residuals."""

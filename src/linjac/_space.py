@@ -168,7 +168,9 @@ class Space:
         return self.words.root.endswith("s")
 
     def _what(self, batch: str = "") -> str:
-        return f"{batch}{self.words.root} {'do' if self._plural or batch else 'does'} not fit {self.words.other}"
+        if batch:
+            return f"a batch of {self.words.root.rstrip('s')}s does not fit {self.words.other}"
+        return f"{self.words.root} {'do' if self._plural else 'does'} not fit {self.words.other}"
 
     def _unwrapped(self, tree: Any, *, batch: bool) -> str:
         """The hint for tangents wrapped in one more tuple, as jax.jvp takes them."""

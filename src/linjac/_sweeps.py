@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from linjac._blocks import as_blocks, as_matrix
-from linjac._cut import Cut, find_cut, rows_of_cut
+from linjac._cut import Cut, find_cut, matrix_of, rows_of_cut
 from linjac._directions import balanced, basis
 from linjac._program import Data, Program, TracedProgram
 from linjac._space import Space
@@ -108,9 +108,10 @@ def _combine(first: Any, second: Any, sign: complex) -> Any:
 
 def _cut_rows(program: Program, data: Data, cut: Cut) -> Rows:
     residuals = program.residuals(data)
+    matrix = matrix_of(cut, residuals)
 
     def rows(start: Any, size: int) -> list[Any]:
-        return [leaf.reshape(size, -1) for leaf in rows_of_cut(cut, residuals, start, size)]
+        return [leaf.reshape(size, -1) for leaf in rows_of_cut(cut, matrix, residuals, start, size)]
 
     return rows
 

@@ -1,7 +1,7 @@
 """The mode grid: `linjac.jacobian` in `auto` and `measure` against the better of jitted `jax.jacfwd` and `jax.jacrev`.
 
-143 points: six families at n·m = 2^16 and all but the outer products at n·m = 2^14, m/n from 1/64 to 64. Points over the bar
-are measured again with more rounds.
+143 points: six families at n·m = 2^16 and all but the outer products at n·m = 2^14, m/n from 1/64 to 64. Points over
+the bar are measured again with more rounds.
 
     python tests/benchmarks/bench_modes.py [--measure] [family ...]
 """

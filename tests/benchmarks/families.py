@@ -1,9 +1,11 @@
 """Families of functions with any number of inputs and outputs: float32, closed over their weights.
 
-`FAMILIES[name](n, m)` is a function and a point; sizes are rounded where the family needs it. `NAMED` are fixed problems.
+`FAMILIES[name](n, m)` is a function and a point; sizes are rounded where the family needs it. `NAMED` are fixed
+problems.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +30,7 @@ def _weights(seed: int) -> Callable[..., jax.Array]:
 def dense(*widths: int) -> Problem:
     """A tanh network that ends in a matrix product."""
     normal = _weights(1)
-    layers = [normal(a, b) for a, b in zip(widths, widths[1:], strict=False)]
+    layers = [normal(a, b) for a, b in itertools.pairwise(widths)]
 
     def fun(x: jax.Array) -> jax.Array:
         for w in layers[:-1]:
@@ -128,10 +130,10 @@ def visibilities() -> Problem:
     uvw, freq = normal(128, 3, scale=1), jnp.linspace(0.8, 1.7, 16, dtype=jnp.float32)
 
     def fun(lm: jax.Array) -> jax.Array:
-        l, m = lm[:, 0, None, None], lm[:, 1, None, None]
-        n = jnp.sqrt(1.0 - l**2 - m**2) - 1.0
+        east, north = lm[:, 0, None, None], lm[:, 1, None, None]
+        up = jnp.sqrt(1.0 - east**2 - north**2) - 1.0
         u, v, w = (uvw[None, :, i, None] for i in range(3))
-        return (u * l + v * m + w * n) * freq
+        return (u * east + v * north + w * up) * freq
 
     return fun, normal(10, 2, scale=100)
 
