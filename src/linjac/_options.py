@@ -5,7 +5,7 @@ This module must not know programs.
 
 import operator
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -67,7 +67,9 @@ def check_choice(who: str, name: str, value: object, choices: Iterable[str], oth
 def check_callable(who: str, fun: object) -> None:
     """`fun` can be called."""
     if not callable(fun):
-        raise TypeError(compose(who, f"fun must be callable, got {short(fun)}"))
+        raise TypeError(
+            compose(who, f"fun must be callable, got {short(fun) if hasattr(fun, 'dtype') else type(fun).__name__}")
+        )
 
 
 def check_argnums(who: str, argnums: Any, count: int) -> tuple[int, ...]:
@@ -79,8 +81,9 @@ def check_argnums(who: str, argnums: Any, count: int) -> tuple[int, ...]:
     single = _integer(argnums)
     if single is None and not isinstance(argnums, Iterable):
         raise TypeError(compose(who, f"argnums must be an int or a sequence of ints, got {type(argnums).__name__}"))
+    items: list[Any] = [argnums] if single is not None else list(cast(Any, argnums))
     positions: list[int] = []
-    for item in (argnums,) if single is not None else tuple(argnums):
+    for item in items:
         position = _integer(item)
         if position is None:
             raise TypeError(compose(who, f"argnums must hold ints, got {type(item).__name__}"))
