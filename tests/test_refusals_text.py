@@ -512,7 +512,7 @@ POINTS = {
         [f"{CHECK}: the structure differs", f"  expected {LIST}, got {TUPLE}"],
     ),
     "tracer": (
-        lambda: jax.jit(lambda x: made.one.check_point(x))(X2),
+        lambda: jax.jit(made.one.check_point)(X2),
         [
             "linjac.linear_fn.check_point: the point cannot be compared inside a trace, where values are not known",
             "call it outside jax.jit, jax.vmap and jax.grad",
