@@ -91,7 +91,7 @@ def linearize_many(
         >>> print(value, linear_fn(jnp.array([1.0, 0.0])), linear_fn.transpose(jnp.array([1.0, 0.0])))
         [7. 6.] [4. 3.] (Array([4., 1.], dtype=float32),)
         >>> linear_fn
-        Linearization(2 x 2: f32[2] -> f32[2], stored 0 B)
+        Linearization(2 x 2: f32[2] -> f32[2], stored 12 B)
     """
     who = "linearize_many"
     _check_options(who, has_aux=has_aux, jit=jit)
