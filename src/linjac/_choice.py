@@ -93,7 +93,7 @@ def make_plan(who: str, program: Program, data: Data, options: Options) -> Jacob
     )
     if options.layout == "matrix":
         result = m * n * promoted([*program.outputs.avals, *program.inputs.avals]).itemsize
-    scratch = size * factor * _bytes_per_direction(program, recipe) + program.residual_bytes
+    scratch = size * factor * _per_direction(program, recipe.direction) + program.residual_bytes
     return JacobianPlan(
         mode=mode,
         m=m,
@@ -253,10 +253,6 @@ def _is_paired(program: Program, mode: str) -> bool:
 
 def _per_direction(program: Program, direction: str) -> int:
     return max(1, bytes_of_direction(program, direction))
-
-
-def _bytes_per_direction(program: Program, recipe: Recipe) -> int:
-    return _per_direction(program, recipe.direction)
 
 
 def _limit(program: Program, data: Data, mode: str, options: Options) -> int:

@@ -133,7 +133,7 @@ def from_batch(batch: Sequence[Any]) -> Take:
     return take
 
 
-def _product_of_rows(product: Product, rows: list[Any], size: int) -> list[Any]:
+def product_of_rows(product: Product, rows: list[Any], size: int) -> list[Any]:
     """A chunk at once; a single direction without `vmap`, for what cannot be mapped (host callbacks)."""
     if size == 1:
         return [leaf[None] for leaf in product([leaf[0] for leaf in rows])]
@@ -160,11 +160,11 @@ def sweep(product: Product, take: Take, types: Sequence[Any], count: int, limit:
     if chunks == 0:
         return [jnp.zeros((0, *aval.shape), aval.dtype) for aval in types]
     if chunks == 1:
-        return _product_of_rows(product, take(0, size), size)
+        return product_of_rows(product, take(0, size), size)
 
     def step(outs: list[Any], chunk: Any) -> tuple[list[Any], None]:
         start = jnp.minimum(chunk * size, count - size)
-        rows = _product_of_rows(product, take(start, size), size)
+        rows = product_of_rows(product, take(start, size), size)
         return [lax.dynamic_update_slice_in_dim(out, row, start, 0) for out, row in zip(outs, rows, strict=True)], None
 
     empty = [zeros_before(aval, count) for aval in types]
@@ -180,7 +180,7 @@ def sweep_eagerly(
     if size == 0:
         return [jnp.zeros((0, *aval.shape), aval.dtype) for aval in types]
     starts = [min(start, count - size) for start in range(0, count, size)]
-    parts = [_product_of_rows(product, take(start, size), size) for start in starts]
+    parts = [product_of_rows(product, take(start, size), size) for start in starts]
     overlap = starts[-2] + size - starts[-1] if len(starts) > 1 else 0
     parts[-1] = [leaf[overlap:] for leaf in parts[-1]]
     return [jnp.concatenate(leaves) for leaves in zip(*parts, strict=True)]

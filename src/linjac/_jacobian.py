@@ -24,7 +24,6 @@ from linjac._plan import JacobianPlan, Options, assemble, resolve_mode
 from linjac._program import Data, Program, alive
 from linjac._sweeps import parts_eagerly, pieces, work
 from linjac._tracing import ByValue, Output, Traced, trace
-from linjac._tree import rebuild
 
 type Mode = str | JacobianPlan  # "auto", "fwd", "rev", "measure", or a decision to repeat
 
@@ -316,10 +315,5 @@ class _Differentiated:
             err.add_note(f"linjac.{self.who}: raised while running mode={plan.mode!r}: {plan}")
 
     def _done(self, plan: JacobianPlan, found: list[list[Any]], output: Output, outs: list[Any]) -> _Done:
-        value = functools.partial(_value, self.who, output, outs)
+        value = functools.partial(output.rebuild_value, self.who, outs)
         return _Done(assemble(self.who, plan, found), value, functools.partial(output.rebuild_aux, outs))
-
-
-def _value(who: str, output: Output, outs: list[Any]) -> Any:
-    leaves = [None if number is None else outs[number] for number in output.value.numbers]
-    return rebuild(who, output.value.treedef, leaves)

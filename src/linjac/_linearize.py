@@ -17,8 +17,8 @@ from linjac._options import (
     check_memory_budget,
 )
 from linjac._program import Data, Program, TracedProgram, alive, mode_error
-from linjac._tracing import ByValue, Output, trace
-from linjac._tree import rebuild, short
+from linjac._tracing import ByValue, trace
+from linjac._tree import short
 
 SMALL = 1 << 20  # bytes of residuals that are stored without asking how much memory there is
 
@@ -295,7 +295,7 @@ def _linearize(
     else:
         outs = alive(who, program.run, "value", program.value, constants, point) if value else []
         linear_fn = Linearization(everything, program, RECOMPUTE)
-    return _value(who, output, outs), linear_fn, lambda: output.rebuild_aux(outs)
+    return output.rebuild_value(who, outs), linear_fn, lambda: output.rebuild_aux(outs)
 
 
 def _linearize_eagerly(
@@ -305,18 +305,11 @@ def _linearize_eagerly(
     _need_movement(who, done.program)
     _need_forward(who, done.program, done.data)
     linear_fn = Linearization(done.data, done.program, STORED if done.program.kernel is not None else RECOMPUTE)
-    return _value(who, done.output, done.outs), linear_fn, lambda: done.output.rebuild_aux(done.outs)
+    return done.output.rebuild_value(who, done.outs), linear_fn, lambda: done.output.rebuild_aux(done.outs)
 
 
 def _linearized_eagerly(who: str, call: Call, has_aux: bool, stored: bool) -> _eager.Evaluated:
     return _eager.linearize(who, call, has_aux=has_aux, stored=stored)
-
-
-def _value(who: str, output: Output, outs: list[Any]) -> Any:
-    if not outs and output.value.total:
-        return None
-    leaves = [None if number is None else outs[number] for number in output.value.numbers]
-    return rebuild(who, output.value.treedef, leaves)
 
 
 def _choose(who: str, program: TracedProgram, strategy: str, budget: int | None, point: list[Any]) -> str:

@@ -13,7 +13,7 @@ from jax import lax
 
 from linjac._blocks import as_blocks, as_matrix
 from linjac._cut import Cut, find_cut, matrix_of, rows_of_cut
-from linjac._directions import balanced, basis
+from linjac._directions import balanced, basis, product_of_rows
 from linjac._program import Data, Program, TracedProgram
 from linjac._space import Space
 from linjac._tree import align, is_complex, size_of, vary
@@ -69,11 +69,11 @@ def _rows(program: Program, data: Data, recipe: Recipe) -> Rows:
 
     def rows(start: Any, size: int) -> list[Any]:
         seeds = _seeds(program, near, start, size)
-        first = _mapped(product, seeds, size)
+        first = product_of_rows(product, seeds, size)
         if recipe.paired:
             turned = [_turn(seed, recipe.direction) for seed in seeds]
             sign = -1j if recipe.direction == "forward" else 1j
-            first = [_combine(a, b, sign) for a, b in zip(first, _mapped(product, turned, size), strict=True)]
+            first = [_combine(a, b, sign) for a, b in zip(first, product_of_rows(product, turned, size), strict=True)]
         return [leaf.reshape(size, -1) for leaf in first]
 
     return rows
@@ -88,12 +88,6 @@ def _product(program: Program, data: Data, recipe: Recipe) -> Callable[[list[Any
     if recipe.direction == "forward":
         return lambda seed: (program.jvp if recipe.fused else program.push)(data, seed)
     return lambda seed: program.pull(data, seed)
-
-
-def _mapped(product: Callable[[list[Any]], list[Any]], seeds: list[Any], size: int) -> list[Any]:
-    if size == 1:
-        return [leaf[None] for leaf in product([seed[0] for seed in seeds])]
-    return jax.vmap(product)(seeds)
 
 
 def _turn(seed: Any, direction: str) -> Any:

@@ -24,7 +24,7 @@ from linjac._constants import surface
 from linjac._errors import PerformanceWarning, compose
 from linjac._guard import Guard
 from linjac._program import CONTROL_FLOW, Outputs, TracedProgram, alive, describe_outputs
-from linjac._tree import PyTreeDef, align, in_trace, is_none, key_paths, short, type_of, varying_axes
+from linjac._tree import PyTreeDef, align, in_trace, is_none, key_paths, rebuild, short, type_of, varying_axes
 
 RETRACES = 4  # traces of one code location at one signature before the warning
 SIGNATURES = 64  # programs kept for one function
@@ -38,6 +38,13 @@ class Output(NamedTuple):
     value: Outputs
     aux: PyTreeDef
     aux_statics: tuple[Any, ...]  # one entry a leaf: its value, or TRACED
+
+    def rebuild_value(self, who: str, outs: Sequence[Any]) -> Any:
+        """The value of one call from its flat outputs; None where it was not computed."""
+        if not outs and self.value.total:
+            return None
+        leaves = [None if number is None else outs[number] for number in self.value.numbers]
+        return rebuild(who, self.value.treedef, leaves)
 
     def rebuild_aux(self, outs: Sequence[Any]) -> Any:
         """The aux of one call from its flat outputs."""
