@@ -1,10 +1,16 @@
 """Linearize a JAX function once, at one point, and get everything from its derivative."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from linjac._errors import MemoryBudgetError, ModeError, PerformanceWarning, PointError, TangentError
 from linjac._jacobian import jacobian, plan_jacobian, value_and_jacobian
 from linjac._linearization import Linearization
 from linjac._linearize import jvp_many, linearize_many, residual_bytes, vjp_many
 from linjac._plan import JacobianPlan
+
+if TYPE_CHECKING:
+    from linjac import testing as testing
 
 __all__ = [
     "JacobianPlan",
@@ -22,3 +28,10 @@ __all__ = [
     "value_and_jacobian",
     "vjp_many",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`linjac.testing` without an import of its own, loaded at its first use."""
+    if name == "testing":
+        return importlib.import_module("linjac.testing")
+    raise AttributeError(f"module 'linjac' has no attribute {name!r}")

@@ -25,6 +25,14 @@ class MemoryBudgetError(ValueError):
     """The result cannot fit into the memory there is; raised before anything is allocated."""
 
 
+class LimitError(ValueError):
+    """A call is beyond a limit of an active `linjac.Monitor`; raised before any work."""
+
+
+class VerificationError(AssertionError):
+    """A check of `linjac.testing` failed, or a baseline cannot be trusted."""
+
+
 class PerformanceWarning(UserWarning):
     """The result is right, but the way to it is needlessly slow; the text says what to do."""
 
@@ -40,5 +48,6 @@ def compose(who: str, what: str, leaves: Iterable[str] = (), remedy: str = "") -
     return "\n".join(lines)
 
 
-for _public in (TangentError, PointError, ModeError, MemoryBudgetError, PerformanceWarning):
+for _public in (TangentError, PointError, ModeError, MemoryBudgetError, LimitError, PerformanceWarning):
     _public.__module__ = "linjac"
+VerificationError.__module__ = "linjac.testing"
