@@ -82,9 +82,9 @@ def jacobian(
     argnums = tuple(argnums) if isinstance(argnums, Iterator) else argnums
     who = "jacobian"
     limits = (chunk_size, memory_budget)
-    options = _options(who, fun, argnums, mode, layout, limits, (has_aux, holomorphic, allow_int, jit))
+    options = resolve_options(who, fun, argnums, mode, layout, limits, (has_aux, holomorphic, allow_int, jit))
 
-    differentiated = _Differentiated(who, fun, argnums, options)
+    differentiated = Differentiated(who, fun, argnums, options)
 
     @functools.wraps(fun)
     def jacobian_fun(*args: Any, **kwargs: Any) -> Any:
@@ -134,9 +134,9 @@ def value_and_jacobian(
     """
     who = "value_and_jacobian"
     limits = (chunk_size, memory_budget)
-    options = _options(who, fun, argnums, mode, layout, limits, (has_aux, holomorphic, allow_int, jit))
+    options = resolve_options(who, fun, argnums, mode, layout, limits, (has_aux, holomorphic, allow_int, jit))
 
-    differentiated = _Differentiated(who, fun, argnums, options)
+    differentiated = Differentiated(who, fun, argnums, options)
 
     @functools.wraps(fun)
     def value_and_jacobian_fun(*args: Any, **kwargs: Any) -> Any:
@@ -182,9 +182,9 @@ def plan_jacobian(
     """
     who = "plan_jacobian"
     limits = (chunk_size, memory_budget)
-    options = _options(who, fun, argnums, mode, layout, limits, (has_aux, holomorphic, allow_int, True))
+    options = resolve_options(who, fun, argnums, mode, layout, limits, (has_aux, holomorphic, allow_int, True))
 
-    differentiated = _Differentiated(who, fun, argnums, options)
+    differentiated = Differentiated(who, fun, argnums, options)
 
     @functools.wraps(fun)
     def plan_fun(*args: Any, **kwargs: Any) -> JacobianPlan:
@@ -194,14 +194,14 @@ def plan_jacobian(
 
 
 # options and arguments ------------------------------------------------------------------------------------------------
-class _Options(NamedTuple):
+class Resolved(NamedTuple):
     plan: Options
     repeated: JacobianPlan | None
     has_aux: bool
     jit: bool
 
 
-def _options(
+def resolve_options(
     who: str,
     fun: Any,
     argnums: Any,
@@ -209,7 +209,7 @@ def _options(
     layout: Any,
     limits: tuple[Any, Any],
     flags: tuple[Any, Any, Any, Any],
-) -> _Options:
+) -> Resolved:
     """Check what was given; `limits` are chunk_size and memory_budget, `flags` those of the signature in its order."""
     check_callable(who, fun)
     if argnums is None:
@@ -222,7 +222,7 @@ def _options(
     word, chunk_size, repeated = resolve_mode(who, mode, check_chunk_size(who, limits[0]))
     budget = check_memory_budget(who, limits[1])
     options = Options(word, layout, chunk_size, budget, holomorphic, allow_int)
-    return _Options(options, repeated, has_aux, jit)
+    return Resolved(options, repeated, has_aux, jit)
 
 
 # the work -------------------------------------------------------------------------------------------------------------
@@ -241,10 +241,10 @@ class _Ready(NamedTuple):
     run: Callable[..., Any]
 
 
-class _Differentiated:
+class Differentiated:
     """A function with the options of its Jacobian, and what was decided for the programs it has had so far."""
 
-    def __init__(self, who: str, fun: Callable[..., Any], argnums: Any, options: _Options) -> None:
+    def __init__(self, who: str, fun: Callable[..., Any], argnums: Any, options: Resolved) -> None:
         self.who, self.fun, self.argnums = who, fun, argnums
         self.options = options._replace(plan=options.plan._replace(single=np.ndim(argnums) == 0))
         self.known: weakref.WeakKeyDictionary[Program, _Ready] = weakref.WeakKeyDictionary()
