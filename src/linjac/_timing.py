@@ -48,6 +48,12 @@ def seconds_of_call(run: Thunk) -> float:
     return time.perf_counter() - start
 
 
+def warm_seconds(run: Thunk) -> float:
+    """Seconds of one call once it is warm: the least of a few, where they are short."""
+    first = seconds_of_call(run)
+    return min([first, *(seconds_of_call(run) for _ in range(4 if first < 0.1 else 0))])
+
+
 def calls_in_sample(seconds: float) -> int:
     """How many calls of this length fill a sample; the same on every process."""
     return agreed(max(1, min(MOST, int(SAMPLE / max(seconds, 1e-7)))))
