@@ -8,7 +8,6 @@ their arrays become arguments. Array leaves and Python floats are traced; everyt
 import functools
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +26,7 @@ class _Traced:
 
 
 TRACED = _Traced()
-_ARRAYS = (jax.Array, np.ndarray, np.generic, float, complex)
+_ARRAYS = (np.ndarray, np.generic, float, complex)
 
 
 class Target(NamedTuple):
@@ -86,8 +85,7 @@ def unwrap(fun: Callable[..., Any]) -> Bound:
     return Bound(Target(fun), args, kwargs)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Layout:
+class Layout(NamedTuple):
     """How the arguments of one call are laid out: static, without data of the traced leaves."""
 
     tree: PyTreeDef  # of (args, kwargs), bound ones included
@@ -147,7 +145,7 @@ class Call(NamedTuple):
 
 
 def _is_traced(leaf: Any) -> bool:
-    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+    if _is_type(leaf):
         return True
     if isinstance(leaf, _ARRAYS):
         return not isinstance(leaf, np.ndarray | np.generic) or leaf.dtype.kind not in "OSUMm"
@@ -173,10 +171,14 @@ def take_apart(
     traced: list[Any] = []
     statics: list[Any] = []
     fixed: list[Any] = []
+    given_types = 0
     for leaf in leaves:
-        if _is_traced(leaf):
-            known = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
-            traced.append(leaf if known else jax.numpy.asarray(leaf))
+        if isinstance(leaf, jax.Array):
+            traced.append(leaf)
+            statics.append(TRACED)
+        elif _is_traced(leaf):
+            given_types += _is_type(leaf)
+            traced.append(leaf if _is_type(leaf) else jax.numpy.asarray(leaf))
             statics.append(TRACED)
         else:
             statics.append(leaf)
@@ -185,7 +187,7 @@ def take_apart(
     call = Call(bound.target, layout, traced, (tree, positions, tuple(fixed)), args, kwargs)
     if fixed:
         _check_hashable(who, root, call)
-    if not abstract and any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in traced):
+    if given_types and not abstract:
         bad = [f"{name}: {short(leaf)}" for name, leaf in zip(call.names(root), leaves, strict=True) if _is_type(leaf)]
         raise TypeError(compose(who, "these arguments are types without values", bad, "pass arrays"))
     return call

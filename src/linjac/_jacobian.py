@@ -1,16 +1,18 @@
 """Jacobians: the public functions, from arguments through a plan to blocks."""
 
 import functools
-import weakref
+import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from linjac import _eager
+from linjac import _eager, _watch
 from linjac._arguments import Call, take_apart
-from linjac._decide import decide
+from linjac._decide import admit, decide
 from linjac._errors import PointError, compose
 from linjac._options import (
     check_argnums,
@@ -24,6 +26,7 @@ from linjac._plan import JacobianPlan, Options, assemble, resolve_mode
 from linjac._program import Data, Program, alive
 from linjac._sweeps import parts_eagerly, pieces, work
 from linjac._tracing import ByValue, Output, Traced, trace
+from linjac._tree import PyTreeDef
 
 type Mode = str | JacobianPlan  # "auto", "fwd", "rev", "measure", or a decision to repeat
 
@@ -88,6 +91,9 @@ def jacobian(
 
     @functools.wraps(fun)
     def jacobian_fun(*args: Any, **kwargs: Any) -> Any:
+        if _watch.active and not _watch.resumed():
+            look = operator.itemgetter(0) if has_aux else None
+            return _watch.watched(who, _watch.name_of(fun), jacobian_fun, args, kwargs, look=look)
         done = differentiated.compute(args, kwargs)
         return (done.jacobian, done.aux()) if has_aux else done.jacobian
 
@@ -140,6 +146,9 @@ def value_and_jacobian(
 
     @functools.wraps(fun)
     def value_and_jacobian_fun(*args: Any, **kwargs: Any) -> Any:
+        if _watch.active and not _watch.resumed():
+            look = _without_aux if has_aux else None
+            return _watch.watched(who, _watch.name_of(fun), value_and_jacobian_fun, args, kwargs, look=look)
         done = differentiated.compute(args, kwargs, value=True)
         return ((done.value(), done.aux()) if has_aux else done.value()), done.jacobian
 
@@ -188,6 +197,8 @@ def plan_jacobian(
 
     @functools.wraps(fun)
     def plan_fun(*args: Any, **kwargs: Any) -> JacobianPlan:
+        if _watch.active and not _watch.resumed():
+            return _watch.watched(who, _watch.name_of(fun), plan_fun, args, kwargs)
         return differentiated.plan(args, kwargs)
 
     return plan_fun
@@ -234,20 +245,27 @@ class _Done(NamedTuple):
     aux: Callable[[], Any]
 
 
+def _without_aux(pair: Any) -> Any:
+    """What was computed, out of what `linjac.value_and_jacobian` returns with aux."""
+    return pair[0][0], pair[1]
+
+
 class _Ready(NamedTuple):
-    """A plan with its compiled program."""
+    """A plan with its compiled program, and the tree of its result once that is known."""
 
     plan: JacobianPlan
     run: Callable[..., Any]
+    tree: PyTreeDef = None  # of the blocks in their flat order; None: they are assembled one by one
 
 
 class Differentiated:
-    """A function with the options of its Jacobian, and what was decided for the programs it has had so far."""
+    """A function with the options of its Jacobian. What was decided for a program is kept with that program."""
 
     def __init__(self, who: str, fun: Callable[..., Any], argnums: Any, options: Resolved) -> None:
         self.who, self.fun, self.argnums = who, fun, argnums
         self.options = options._replace(plan=options.plan._replace(single=np.ndim(argnums) == 0))
-        self.known: weakref.WeakKeyDictionary[Program, _Ready] = weakref.WeakKeyDictionary()
+        shape = None if options.repeated is None else (options.repeated.m, options.repeated.n)
+        self.key = ("ready", self.options.plan, shape)  # in the notes of a program
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, abstract: bool = False) -> Call:
         """Take a call apart. Python ints and bools to differentiate are arrays, as in JAX."""
@@ -276,29 +294,45 @@ class Differentiated:
         traced = self.trace(call)
         if not isinstance(traced, Traced):
             done, plan = self._run_eagerly(call, traced)
+            admit(plan)
             try:
                 swept = parts_eagerly(done.program, done.data, plan.recipe)
             except Exception as err:
                 self._note(err, plan)
                 raise
             found = pieces(done.program, swept, plan.recipe, plan.layout)
-            return self._done(plan, found, done.output, done.outs)
-        ready = self.known.get(traced.program) or self._ready(traced, wanted=value or self.options.has_aux)
+            return self._done(assemble(self.who, plan, found), done.output, done.outs)
+        wanted = value or self.options.has_aux
+        ready = traced.program.notes.get((self.key, wanted)) or self._ready(traced, wanted)
+        if _watch.active:
+            admit(ready.plan)
         try:
             outs, found = alive(self.who, ready.run, traced.constants, traced.point)
         except Exception as err:
             self._note(err, ready.plan)
             raise
-        return self._done(ready.plan, found, traced.output, outs)
+        if ready.tree is None:
+            return self._done(self._assemble(traced.program, ready, found, wanted), traced.output, outs)
+        return self._done(jax.tree_util.tree_unflatten(ready.tree, itertools.chain(*found)), traced.output, outs)
 
-    def _ready(self, traced: Traced, *, wanted: bool) -> _Ready:
+    def _ready(self, traced: Traced, wanted: bool) -> _Ready:
         program = traced.program
         plan = self._decide(program, Data(traced.point, traced.constants, []))
         key = ("jacobian", plan.recipe, plan.layout, wanted)
         ready = _Ready(plan, program.prepared(key, functools.partial(work, program, plan.recipe, plan.layout, wanted)))
         if self.options.plan.mode != "measure":  # inside a trace nothing is measured, so the answer may change
-            self.known[program] = ready
+            program.notes[self.key, wanted] = ready
         return ready
+
+    def _assemble(self, program: Program, ready: _Ready, found: list[list[Any]], wanted: bool) -> Any:
+        """The result in its tree, which is remembered where it has the blocks as its leaves and nothing else."""
+        jacobian = assemble(self.who, ready.plan, found)
+        blocks = list(itertools.chain(*found))
+        leaves, tree = jax.tree_util.tree_flatten(jacobian)
+        plain = len(leaves) == len(blocks) and all(map(operator.is_, leaves, blocks))
+        if plain and (self.key, wanted) in program.notes:
+            program.notes[self.key, wanted] = ready._replace(tree=tree)
+        return jacobian
 
     def _decide(self, program: Program, data: Data) -> JacobianPlan:
         return decide(self.who, program, data, self.options.plan, self.options.repeated)
@@ -314,6 +348,6 @@ class Differentiated:
         if not isinstance(err, PointError):
             err.add_note(f"linjac.{self.who}: raised while running mode={plan.mode!r}: {plan}")
 
-    def _done(self, plan: JacobianPlan, found: list[list[Any]], output: Output, outs: list[Any]) -> _Done:
+    def _done(self, jacobian: Any, output: Output, outs: list[Any]) -> _Done:
         value = functools.partial(output.rebuild_value, self.who, outs)
-        return _Done(assemble(self.who, plan, found), value, functools.partial(output.rebuild_aux, outs))
+        return _Done(jacobian, value, functools.partial(output.rebuild_aux, outs))

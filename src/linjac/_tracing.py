@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from linjac import _watch
 from linjac._arguments import TRACED, Call, Layout, Target
 from linjac._constants import surface
 from linjac._errors import PerformanceWarning, compose
@@ -61,6 +62,20 @@ class _Static:
 
 
 jax.tree_util.register_pytree_node(_Static, lambda node: ((), node), lambda node, _: node)
+
+
+class _Mark:
+    """A pytree without leaves: the name of one context."""
+
+
+jax.tree_util.register_pytree_node(_Mark, lambda node: ((), node), lambda node, _: node)
+_marked = jax.jit(_Mark)
+
+
+def _context() -> _Mark:
+    """An object that is the same where JAX's own caches say that the context is: precision, x64, mesh, named axes."""
+    with jax.ensure_compile_time_eval():
+        return _marked()
 
 
 class Traced(NamedTuple):
@@ -138,11 +153,28 @@ class _Signature:
         self.who = who
         self.jitted = jax.jit(flat)
         self.records: dict[int, _Record] = {}
+        self.known: dict[Any, Traced] = {}  # by context and types: what is found without asking JAX for its jaxpr
         self.by_value = ""  # the error's name once Python control flow on values was met: op by op from now on
         self.warned = False
         self.guard: Guard | None = None
         self.counted: set[Any] = set()
         self.lock = threading.RLock()  # one thread traces, the others find what it traced
+
+    def recall(self, call: Call) -> Traced | None:
+        """The program for this call where it was traced before; None inside a trace, and for the first of its kind.
+
+        It costs 4 us where `trace` costs 10, and 0.1 us a leaf where that costs 5 (tests/benchmarks/bench_sweeps.py).
+        """
+        if in_trace(call.traced):
+            return None
+        known = self.known.get(_key(call))
+        return None if known is None else known._replace(point=call.traced)
+
+    def remember(self, call: Call, traced: Traced) -> None:
+        """Keep a program for `recall`, unless it belongs to an enclosing trace or JAX does not cache (disable_jit)."""
+        key = _key(call)
+        if not in_trace(call.traced, traced.constants) and None not in key and key[0] is _context():
+            self.known[key] = traced._replace(point=[])
 
     def trace(self, call: Call) -> Traced:
         """The program for this call, from the cache or new."""
@@ -163,6 +195,7 @@ class _Signature:
             _refuse_refs(self.who, captured)
             record, constants = _build(call._replace(traced=point), jaxpr, output, captured)
             self._watch(call)
+            _watch.traced(*_subject(call.target))
             if not in_trace(record.added):
                 self.records[id(jaxpr)] = record
         else:
@@ -174,10 +207,15 @@ class _Signature:
         """Guard what was just traced: after the trace, which may itself have written to what it reads."""
         statics = [leaf for leaf in call.layout.statics if callable(leaf)]
         self.guard = Guard(*call.target.watched(), *statics)
-        types = tuple((leaf.shape, str(leaf.dtype)) for leaf in call.traced)
+        types = _types(call)
         if types not in self.counted:
             self.counted.add(types)
             _count(call, types)
+
+
+def _key(call: Call) -> tuple[Any, ...]:
+    """Context and types of a call; a type that stands for an argument (abstract) is None."""
+    return (_context(), *[getattr(leaf, "aval", None) for leaf in call.traced])
 
 
 def _refuse_refs(who: str, captured: Sequence[Any]) -> None:
@@ -235,10 +273,17 @@ class _Entry:
         with self.lock:
             found = self.signatures.get(key)
             if found is None or (found.guard is not None and not found.guard.holds()):
+                if _watch.active:
+                    self.admit(who, call, found)
                 found = self.signatures[key] = _Signature(who, call.target, call.layout, has_aux)
             while len(self.signatures) > SIGNATURES:
                 self.signatures.popitem(last=False)
             return found
+
+    def admit(self, who: str, call: Call, replaced: _Signature | None = None) -> None:
+        """Tell the active monitors that a new signature is about to be traced; they may refuse it."""
+        known = sum(len(signature.counted) for signature in self.signatures.values() if signature is not replaced)
+        _watch.admit_signature(who, *_subject(call.target), known)
 
 
 _lock = threading.RLock()
@@ -289,6 +334,16 @@ def _code(target: Target) -> Any:
     return getattr(target.anchor, "__code__", None) or getattr(vars(kind).get("__call__"), "__code__", None)
 
 
+def _subject(target: Target) -> tuple[str, Any]:
+    """The name of a function, and what is the same for all that are made at its place in the code."""
+    name, code = _watch.name_of(target.anchor), _code(target)
+    return name, name if code is None else (code.co_filename, code.co_firstlineno, name)
+
+
+def _types(call: Call) -> tuple[Any, ...]:
+    return tuple((leaf.shape, str(leaf.dtype)) for leaf in call.traced)
+
+
 def _place(code: Any) -> str:
     return f"{code.co_filename}:{code.co_firstlineno}"
 
@@ -337,12 +392,18 @@ def trace(who: str, call: Call, *, has_aux: bool = False) -> Traced | ByValue:
     """The program of a call with its data."""
     entry = _entry(call.target)
     signature = entry.signature(who, call, has_aux)
+    known = signature.recall(call)
+    if known is not None:
+        return known
     code = _code(call.target)
     if signature.by_value and not in_trace(call.traced):
         return ByValue(signature, code, signature.by_value)
+    if _watch.active and _types(call) not in signature.counted:
+        entry.admit(who, call)
     try:
         with signature.lock:
             traced = alive(who, signature.trace, call)
+        signature.remember(call, traced)
     except CONTROL_FLOW as err:
         if in_trace(call.traced):
             err.add_note(f"linjac.{who}: fun branches in Python on a value that an enclosing transformation traces")
