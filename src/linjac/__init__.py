@@ -3,10 +3,13 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from linjac._errors import MemoryBudgetError, ModeError, PerformanceWarning, PointError, TangentError
+from linjac._errors import LimitError, MemoryBudgetError, ModeError, PerformanceWarning, PointError, TangentError
 from linjac._jacobian import jacobian, plan_jacobian, value_and_jacobian
 from linjac._linearization import Linearization
 from linjac._linearize import jvp_many, linearize_many, residual_bytes, vjp_many
+from linjac._mode_report import ModeReport
+from linjac._modes import measure_jacobian
+from linjac._monitor import Monitor
 from linjac._plan import JacobianPlan
 
 if TYPE_CHECKING:
@@ -14,15 +17,19 @@ if TYPE_CHECKING:
 
 __all__ = [
     "JacobianPlan",
+    "LimitError",
     "Linearization",
     "MemoryBudgetError",
     "ModeError",
+    "ModeReport",
+    "Monitor",
     "PerformanceWarning",
     "PointError",
     "TangentError",
     "jacobian",
     "jvp_many",
     "linearize_many",
+    "measure_jacobian",
     "plan_jacobian",
     "residual_bytes",
     "value_and_jacobian",

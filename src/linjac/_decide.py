@@ -3,6 +3,7 @@
 Decisions are kept with the program, so that a call at a new point costs a look-up.
 """
 
+from linjac import _watch
 from linjac._acceptance import check_inputs, check_outputs
 from linjac._choice import make_plan
 from linjac._errors import MemoryBudgetError, compose
@@ -38,6 +39,11 @@ def decide(who: str, program: Program, data: Data, options: Options, repeated: J
     return plan
 
 
+def admit(plan: JacobianPlan) -> None:
+    """Tell the active monitors what is about to be done; they may refuse it."""
+    _watch.admit(plan.n if plan.mode == "fwd" else plan.m, plan.sweeps, plan.chunks, plan.result_bytes)
+
+
 def _measured(who: str, program: Program, data: Data, options: Options) -> JacobianPlan:
     """The cached answer of a measurement, a new one, or under tracing the size rule; the plan says which."""
     key = ("measured", options)
@@ -48,6 +54,7 @@ def _measured(who: str, program: Program, data: Data, options: Options) -> Jacob
     if not program.compiled or in_trace(*data):
         why = "op by op" if not program.compiled else "inside a trace, with no cached answer"
         return with_note(by_size, f"not measured: {why}; chosen by the size rule")
+    admit(by_size)
     found = fastest(who, program, data, by_size)
     program.notes[key] = found
     return found

@@ -10,7 +10,17 @@ SHOWN = 5  # leaves listed in one message
 
 
 class TangentError(TypeError, ValueError):
-    """A tangent or cotangent does not fit the point: wrong structure, shape, dtype or kind of leaf."""
+    """A tangent or cotangent does not fit the point: wrong structure, shape, dtype or kind of leaf.
+
+    Attributes:
+        kind: What is wrong, in a word: `"structure"`, `"shape"`, `"dtype"`, `"batch"` (a batch where one is taken, or
+            the reverse, or axes that disagree), `"held leaf"` (something where nothing can move), `"no array"`. Of
+            several bad leaves, the first.
+    """
+
+    def __init__(self, *args: object, kind: str = "") -> None:
+        super().__init__(*args)
+        self.kind = kind
 
 
 class PointError(ValueError):

@@ -1,7 +1,7 @@
 """The linearization of a function at one point: a pytree, an operator, and the checks at its door."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Never
 
 import jax
@@ -9,8 +9,9 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from linjac._decide import decide
-from linjac._directions import chunk_limit, from_batch, sweep, sweep_eagerly
+from linjac import _watch
+from linjac._decide import admit, decide
+from linjac._directions import balanced, chunk_limit, from_batch, sweep, sweep_eagerly
 from linjac._errors import PointError, TangentError, compose
 from linjac._operator import Operator
 from linjac._options import check_choice, check_chunk_size, check_flag, check_memory_budget
@@ -18,9 +19,10 @@ from linjac._plan import JacobianPlan, Options, assemble, resolve_mode
 from linjac._program import Data, Program, TracedProgram, alive, bytes_of_direction, mode_error
 from linjac._space import Space
 from linjac._sweeps import parts, parts_eagerly, pieces, work
-from linjac._tree import in_trace, is_complex, is_inexact, is_key, short, type_of, vary, varying_axes
+from linjac._tree import bytes_of, in_trace, is_complex, is_inexact, is_key, short, type_of, vary, varying_axes
 
 STORED, RECOMPUTE = "stored", "recompute"
+_NONE: Mapping[str, Any] = {}
 FUSED = 256  # directions from which a batch through a scan is pushed through the function itself
 
 
@@ -65,6 +67,8 @@ class Linearization(Operator):
             TangentError: The tangents do not fit the point; the text names every leaf that is wrong.
             PointError: The point was donated to another computation.
         """
+        if _watch.active and not _watch.resumed():
+            return self._watched("linear_fn", Linearization.__call__, tangents, "forward")
         program = self._program
         flat = program.inputs.flatten("linear_fn", tangents)
         return program.outputs.unflatten_with_zeros("linear_fn", self._product("forward", "linear_fn", flat))
@@ -85,6 +89,9 @@ class Linearization(Operator):
             TangentError: A leaf has no such axis, the axes disagree, or the rest does not fit the point.
         """
         who = "linear_fn.many"
+        if _watch.active and not _watch.resumed():
+            options = {"chunk_size": chunk_size, "memory_budget": memory_budget}
+            return self._watched(who, Linearization.many, tangents, options=options)
         limits = check_chunk_size(who, chunk_size), check_memory_budget(who, memory_budget)
         return self._many(who, tangents, limits)
 
@@ -101,6 +108,8 @@ class Linearization(Operator):
             TangentError: The cotangent does not fit the output.
             ModeError: The function has no reverse direction.
         """
+        if _watch.active and not _watch.resumed():
+            return self._watched("linear_fn.transpose", Linearization.transpose, (cotangent,), "reverse")
         program = self._program
         flat = program.outputs.flatten("linear_fn.transpose", cotangent)
         return program.inputs.unflatten("linear_fn.transpose", self._product("reverse", "linear_fn.transpose", flat))
@@ -110,6 +119,9 @@ class Linearization(Operator):
     ) -> tuple[Any, ...]:
         """Jᵀ C: the cotangents of the point for every cotangent of a batch; arguments as for `many`."""
         who = "linear_fn.transpose_many"
+        if _watch.active and not _watch.resumed():
+            options = {"chunk_size": chunk_size, "memory_budget": memory_budget}
+            return self._watched(who, Linearization.transpose_many, (cotangents,), options=options)
         limits = check_chunk_size(who, chunk_size), check_memory_budget(who, memory_budget)
         return self._transpose_many(who, cotangents, limits)
 
@@ -142,6 +154,10 @@ class Linearization(Operator):
             ValueError: `mode="measure"`, or an option has a wrong value.
         """
         who = "linear_fn.jacobian"
+        if _watch.active and not _watch.resumed():
+            given: dict[str, Any] = {"mode": mode, "holomorphic": holomorphic, "allow_int": allow_int}
+            given |= {"chunk_size": chunk_size, "memory_budget": memory_budget, "layout": layout}
+            return self._watched(who, Linearization.jacobian, options=given)
         check_choice(who, "layout", layout, ("blocks", "matrix"))
         check_flag(who, "holomorphic", holomorphic)
         check_flag(who, "allow_int", allow_int)
@@ -154,6 +170,8 @@ class Linearization(Operator):
         options = Options(word, layout, chunk_size, budget, holomorphic, allow_int, hold=True, single=single)
         data, _ = self._ready([])
         plan = decide(who, self._program, data, options, repeated)
+        if _watch.active:
+            admit(plan)
         return assemble(who, plan, alive(who, self._pieces, plan, data))
 
     def as_matrix(self) -> jax.Array:
@@ -285,6 +303,19 @@ class Linearization(Operator):
             return Data(point, constants, residuals), [vary(leaf, mine | extra) for leaf in flat]
         return self._data, [vary(leaf, mine) for leaf in flat]
 
+    def _watched(
+        self,
+        entry: str,
+        run: Callable[..., Any],
+        given: tuple[Any, ...] = (),
+        direction: str = "",
+        options: Mapping[str, Any] = _NONE,
+    ) -> Any:
+        program = self._program
+        function: str = program.notes.get("function", "?")
+        work = _work_of_product(program, direction) if direction else None
+        return _watch.watched(entry, function, run, (self, *given), options, given=given, work=work)
+
     def _apply(self, direction: str) -> Callable[[Data, Sequence[Any]], list[Any]]:
         program = self._program
         if self._strategy == STORED:
@@ -346,12 +377,26 @@ class Linearization(Operator):
         ends = (program.inputs, program.outputs) if direction == "forward" else (program.outputs, program.inputs)
         mapped = sweep if program.compiled else sweep_eagerly
 
+        if _watch.active:
+            chunks, size = balanced(count, limit)
+            _watch.admit(count, chunks * size, chunks, count * _work_of_product(program, direction).result_bytes)
+
         def run(data: Data, batch: list[Any]) -> list[Any]:
             like = [*data.point, *data.constants, *data.residuals, *batch]
             return mapped(lambda vector: apply(data, vector), from_batch(batch), ends[1].avals, count, limit, like)
 
         key = ("sweep", direction, self._strategy, count, limit)
         return alive(who, program.run, key, run, data, batch)
+
+
+def _work_of_product(program: Program, direction: str) -> _watch.Work:
+    """One direction in one call."""
+    key = ("work of a product", direction)
+    known: _watch.Work | None = program.notes.get(key)
+    if known is None:
+        space = program.outputs if direction == "forward" else program.inputs
+        known = program.notes[key] = _watch.Work(1, 1, 1, sum(map(bytes_of, space.avals)))
+    return known
 
 
 def _same(mine: Any, theirs: Any) -> bool:

@@ -1,9 +1,11 @@
 """The public functions of one point and many directions: linearize, or push and pull batches and keep nothing."""
 
+import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, overload
 
-from linjac import _eager
+from linjac import _eager, _watch
 from linjac._arguments import Call, refuse_strings, take_apart
 from linjac._errors import ModeError, TangentError, compose
 from linjac._linearization import RECOMPUTE, STORED, Linearization
@@ -18,8 +20,9 @@ from linjac._options import (
 )
 from linjac._program import Data, Program, TracedProgram, alive, mode_error
 from linjac._tracing import ByValue, trace
-from linjac._tree import short
+from linjac._tree import bytes_of, short
 
+_FIRST = operator.itemgetter(0)
 SMALL = 1 << 20  # bytes of residuals that are stored without asking how much memory there is
 
 type Strategy = Literal["auto", "stored", "recompute"]
@@ -94,6 +97,11 @@ def linearize_many(
         Linearization(2 x 2: f32[2] -> f32[2], stored 12 B)
     """
     who = "linearize_many"
+    if _watch.active and not _watch.resumed():
+        options: Any = {"argnums": argnums, "has_aux": has_aux, "jit": jit, "strategy": strategy}
+        options["residual_budget"] = residual_budget
+        args = (fun, *primals)
+        return _watch.watched(who, _watch.name_of(fun), linearize_many, args, options, given=primals, look=_FIRST)
     _check_options(who, has_aux=has_aux, jit=jit)
     check_choice(who, "strategy", strategy, ("auto", STORED, RECOMPUTE))
     budget = check_count(who, "residual_budget", residual_budget, "half the memory")
@@ -126,6 +134,9 @@ def residual_bytes(
         4000
     """
     who = "residual_bytes"
+    if _watch.active and not _watch.resumed():
+        options = {"argnums": argnums, "has_aux": has_aux}
+        return _watch.watched(who, _watch.name_of(fun), residual_bytes, (fun, *primals), options, given=primals)
     _check_options(who, has_aux=has_aux)
     call = _take_apart(who, fun, primals, argnums, abstract=True)
     traced = trace(who, call, has_aux=has_aux)
@@ -177,6 +188,11 @@ def jvp_many(
          [0. 1.]]
     """
     who = "jvp_many"
+    if _watch.active and not _watch.resumed():
+        options: Any = {"argnums": argnums, "has_aux": has_aux, "jit": jit}
+        options |= {"chunk_size": chunk_size, "memory_budget": memory_budget}
+        given, look = (primals, tangents), _FIRST if has_aux else None
+        return _watch.watched(who, _watch.name_of(fun), jvp_many, (fun, *given), options, given=given, look=look)
     batches = _check_tuple(who, "tangents", tangents)
     linear_fn, aux = _transient(who, fun, primals, argnums, has_aux=has_aux, jit=jit)
     limits = check_chunk_size(who, chunk_size), check_memory_budget(who, memory_budget)
@@ -226,6 +242,11 @@ def vjp_many(
          [2. 2. 2.]]
     """
     who = "vjp_many"
+    if _watch.active and not _watch.resumed():
+        options: Any = {"argnums": argnums, "has_aux": has_aux, "jit": jit}
+        options |= {"chunk_size": chunk_size, "memory_budget": memory_budget}
+        given, look = (primals, cotangents), _FIRST if has_aux else None
+        return _watch.watched(who, _watch.name_of(fun), vjp_many, (fun, *given), options, given=given, look=look)
     linear_fn, aux = _transient(who, fun, primals, argnums, has_aux=has_aux, jit=jit)
     limits = check_chunk_size(who, chunk_size), check_memory_budget(who, memory_budget)
     out = linear_fn._transpose_many(who, cotangents, limits)  # pyright: ignore[reportPrivateUsage]
@@ -260,7 +281,7 @@ def _transient(
 ) -> tuple[Linearization, Callable[[], Any]]:
     _check_options(who, has_aux=has_aux, jit=jit)
     call = _take_apart(who, fun, _check_tuple(who, "primals", primals), argnums)
-    _, linear_fn, aux = _linearize(who, call, has_aux=has_aux, jit=jit, strategy=RECOMPUTE, budget=None, value=has_aux)
+    _, linear_fn, aux = _linearize(who, call, has_aux=has_aux, jit=jit, strategy=RECOMPUTE, budget=None, value=False)
     return linear_fn, aux
 
 
@@ -287,13 +308,20 @@ def _linearize(
         _need_movement(who, program)
         _need_forward(who, program, everything)
         program.notes["linearizable"] = True
-    outs: list[Any] = []
-    if _choose(who, program, strategy, budget, point) == STORED:
+        program.notes["function"] = _watch.name_of(call.target.anchor)
+    evaluate = functools.partial(alive, who, program.run, "value", program.value, constants, point)
+    if not value:  # of use for products alone; aux is computed when it is asked for
+        return None, Linearization(everything, program, RECOMPUTE), lambda: output.rebuild_aux(evaluate())
+    chosen = _choose(who, program, strategy, budget, point)
+    if _watch.active:
+        _watch.admit(0, 0, 0, _bytes_of_result(program, chosen))
+    outs: list[Any]
+    if chosen == STORED:
         outs, fresh = alive(who, program.run, "stage", program.stage, constants, point)
         data = Data(point, program.keep(constants), fresh)
         linear_fn = Linearization(data, program, STORED)
     else:
-        outs = alive(who, program.run, "value", program.value, constants, point) if value else []
+        outs = evaluate()
         linear_fn = Linearization(everything, program, RECOMPUTE)
     return output.rebuild_value(who, outs), linear_fn, lambda: output.rebuild_aux(outs)
 
@@ -304,12 +332,22 @@ def _linearize_eagerly(
     done: _eager.Evaluated = alive(who, _linearized_eagerly, who, call, has_aux, strategy != RECOMPUTE)
     _need_movement(who, done.program)
     _need_forward(who, done.program, done.data)
+    done.program.notes["function"] = _watch.name_of(call.target.anchor)
     linear_fn = Linearization(done.data, done.program, STORED if done.program.kernel is not None else RECOMPUTE)
     return done.output.rebuild_value(who, done.outs), linear_fn, lambda: done.output.rebuild_aux(done.outs)
 
 
 def _linearized_eagerly(who: str, call: Call, has_aux: bool, stored: bool) -> _eager.Evaluated:
     return _eager.linearize(who, call, has_aux=has_aux, stored=stored)
+
+
+def _bytes_of_result(program: Program, strategy: str) -> int:
+    """Bytes of the value, and of the residuals where they are stored."""
+    key = ("bytes of a linearization", strategy)
+    if key not in program.notes:
+        value = sum(bytes_of(leaf.aval) for leaf in program.outputs.leaves if leaf.aval is not None)
+        program.notes[key] = value + (program.residual_bytes if strategy == STORED else 0)
+    return program.notes[key]
 
 
 def _choose(who: str, program: TracedProgram, strategy: str, budget: int | None, point: list[Any]) -> str:

@@ -5,13 +5,14 @@ nothing that knows how a product is computed.
 """
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from linjac import _watch
 from linjac._errors import TangentError, compose
 from linjac._space import Space
 from linjac._tree import is_complex, promoted, short, size_of, type_of
@@ -42,6 +43,10 @@ class Operator(abc.ABC):
     @abc.abstractmethod
     def _products(self, direction: str, who: str, batch: list[Any], count: int) -> list[Any]:
         """A batch of products."""
+
+    @abc.abstractmethod
+    def _watched(self, entry: str, run: Callable[..., Any], given: tuple[Any, ...], direction: str = "") -> Any:
+        """Call a method again, `run(self, *given)`, and tell the active monitors; see `_watch`."""
 
     @abc.abstractmethod
     def as_matrix(self) -> jax.Array:
@@ -81,24 +86,32 @@ class Operator(abc.ABC):
 
     def matvec(self, vector: Any) -> jax.Array:
         """J v for a flat (n,) or (n, 1) vector; it is cast to the dtypes of the leaves, as in a matrix product."""
+        if _watch.active and not _watch.resumed():
+            return self._watched("linear_fn.matvec", Operator.matvec, (vector,), "forward")
         inputs, outputs = self._spaces()
         flat = _split("linear_fn.matvec", inputs, vector)
         return _like(vector, _join(outputs, self._product("forward", "linear_fn.matvec", flat), ()))
 
     def rmatvec(self, vector: Any) -> jax.Array:
         """Jᴴ c, the adjoint (conjugate transpose), for a flat (m,) or (m, 1) vector."""
+        if _watch.active and not _watch.resumed():
+            return self._watched("linear_fn.rmatvec", Operator.rmatvec, (vector,), "reverse")
         inputs, outputs = self._spaces()
         flat = [leaf.conj() for leaf in _split("linear_fn.rmatvec", outputs, vector)]
         return _like(vector, _join(inputs, self._product("reverse", "linear_fn.rmatvec", flat), ()).conj())
 
     def matmat(self, matrix: Any) -> jax.Array:
         """J V for an (n, k) matrix: one direction a column."""
+        if _watch.active and not _watch.resumed():
+            return self._watched("linear_fn.matmat", Operator.matmat, (matrix,))
         inputs, outputs = self._spaces()
         batch, count = _split_columns("linear_fn.matmat", inputs, matrix)
         return _join(outputs, self._products("forward", "linear_fn.matmat", batch, count), (count,)).T
 
     def rmatmat(self, matrix: Any) -> jax.Array:
         """Jᴴ C for an (m, k) matrix: one cotangent a column."""
+        if _watch.active and not _watch.resumed():
+            return self._watched("linear_fn.rmatmat", Operator.rmatmat, (matrix,))
         inputs, outputs = self._spaces()
         batch, count = _split_columns("linear_fn.rmatmat", outputs, matrix)
         rows = self._products("reverse", "linear_fn.rmatmat", [leaf.conj() for leaf in batch], count)
@@ -115,7 +128,8 @@ def _split(who: str, space: Space, vector: Any) -> list[Any]:
     if array.ndim == 2 and array.shape[1] == 1:
         array = array[:, 0]
     if array.shape != (space.size,):
-        raise TangentError(compose(who, "wrong shape", [f"expected ({space.size},), got {short(vector)}"]))
+        line = f"expected ({space.size},), got {short(vector)}"
+        raise TangentError(compose(who, "wrong shape", [line]), kind="shape")
     return _cut(who, space, array)
 
 
@@ -123,19 +137,20 @@ def _split_columns(who: str, space: Space, matrix: Any) -> tuple[list[Any], int]
     """The batch of leaves of the columns of a matrix, and their number."""
     array = _as_array(who, matrix)
     if array.ndim != 2 or array.shape[0] != space.size:
-        raise TangentError(compose(who, "wrong shape", [f"expected ({space.size}, k), got {short(matrix)}"]))
+        line = f"expected ({space.size}, k), got {short(matrix)}"
+        raise TangentError(compose(who, "wrong shape", [line]), kind="shape")
     return _cut(who, space, array.T), array.shape[1]
 
 
 def _as_array(who: str, value: Any) -> jax.Array:
     if type_of(value) is None:
-        raise TangentError(compose(who, "not an array", [f"got {short(value)}"]))
+        raise TangentError(compose(who, "not an array", [f"got {short(value)}"]), kind="no array")
     return jnp.asarray(value)
 
 
 def _cut(who: str, space: Space, array: jax.Array) -> list[Any]:
     if is_complex(array) and not all(map(is_complex, space.avals)):
-        raise TangentError(compose(who, "a complex vector for real leaves", [f"got {short(array)}"]))
+        raise TangentError(compose(who, "a complex vector for real leaves", [f"got {short(array)}"]), kind="dtype")
     leaves: list[Any] = []
     start = 0
     for aval in space.avals:

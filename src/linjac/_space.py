@@ -73,6 +73,7 @@ class Space:
         given = self._aligned(who, tree, batch=False)
         flat: list[Any] = [None] * len(self.avals)
         bad: list[str] = []
+        kinds: list[str] = []
         for leaf, value in zip(self.leaves, given, strict=True):
             if leaf.slot is None:
                 bad += _refuse_held(leaf, value, ((leaf.aval.shape,) if leaf.aval is not None else ()))
@@ -80,8 +81,12 @@ class Space:
                 flat[leaf.slot] = jax.numpy.asarray(value, leaf.aval.dtype)
             else:
                 bad.append(_mismatch(leaf, value))
+            if len(bad) > len(kinds):
+                kinds.append(_kind_of(leaf, value))
         if bad:
-            raise TangentError(compose(who, self._what(), bad, self._remedy(given, tree)))
+            remedy = self._remedy(given, tree)
+            kind = "batch" if remedy.startswith("for a batch") else kinds[0]
+            raise TangentError(compose(who, self._what(), bad, remedy), kind=kind)
         return flat
 
     # a batch of vectors ---------------------------------------------------------------------------------------------
@@ -98,11 +103,12 @@ class Space:
             else:
                 flat[leaf.slot] = jax.numpy.asarray(value, leaf.aval.dtype)
         if bad:
-            raise TangentError(compose(who, self._what(), bad))
+            raise TangentError(compose(who, self._what(), bad), kind="held leaf")
         return flat, count
 
     def _count(self, who: str, given: Sequence[Any]) -> int:
         bad: list[str] = []
+        kinds: list[str] = []
         counts: dict[int, str] = {}
         for leaf, value in zip(self.leaves, given, strict=True):
             if leaf.slot is None:
@@ -113,16 +119,18 @@ class Space:
             if shape is None or len(shape) == 0 or shape[1:] != wanted.shape:
                 missing = " (the axis of directions is missing)" if shape == wanted.shape else ""
                 bad.append(f"{leaf.name}: expected {short(wanted, 'K')}, got {short(value)}{missing}")
+                kinds.append("no array" if shape is None else "batch" if missing else "shape")
             elif not fits(value, jax.ShapeDtypeStruct(shape, wanted.dtype)):
                 bad.append(f"{leaf.name}: expected {short(wanted, 'K')}, got {short(value)}{_kind(value, wanted)}")
+                kinds.append("dtype")
             else:
                 counts.setdefault(shape[0], leaf.name)
         if bad:
             remedy = f"for a single one use {self.words.single}" if all("missing" in line for line in bad) else ""
-            raise TangentError(compose(who, self._what("a batch of "), bad, remedy))
+            raise TangentError(compose(who, self._what("a batch of "), bad, remedy), kind=kinds[0])
         if len(counts) > 1:
             lines = [f"{name}: {count} directions" for count, name in counts.items()]
-            raise TangentError(compose(who, "the leading axes disagree", lines))
+            raise TangentError(compose(who, "the leading axes disagree", lines), kind="batch")
         return next(iter(counts), 0)
 
     # back to trees --------------------------------------------------------------------------------------------------
@@ -161,7 +169,7 @@ class Space:
         expected = len(self.treedef.children())
         if self._plural and isinstance(tree, tuple) and len(tree) != expected:
             what = f"expected {expected} {self.words.root}, one for each differentiated argument, got {len(tree)}"
-        raise TangentError(compose(who, what, bad, self._unwrapped(tree, batch=batch)))
+        raise TangentError(compose(who, what, bad, self._unwrapped(tree, batch=batch)), kind="structure")
 
     @property
     def _plural(self) -> bool:
@@ -231,6 +239,16 @@ def _kind(value: Any, aval: Any) -> str:
     if isinstance(value, int | bool):
         return " (a Python float is taken here, an int is not)"
     return ""
+
+
+def _kind_of(leaf: Leaf, value: Any) -> str:
+    """What is wrong with a value that does not fit a leaf, in a word."""
+    if leaf.slot is None:
+        return "held leaf"
+    given = None if isinstance(value, jax.ShapeDtypeStruct) else type_of(value)
+    if given is None:
+        return "no array"
+    return "dtype" if given.shape == leaf.aval.shape else "shape"
 
 
 def _mismatch(leaf: Leaf, value: Any) -> str:

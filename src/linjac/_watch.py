@@ -1,0 +1,232 @@
+"""Which monitors are on, and what the public call that a thread is in does: one tuple to look at, and a few hooks.
+
+A public function asks `active` once; while it is empty nothing else happens. Where a monitor is on, the call goes
+through `watched`, which calls the same function again; the function's own look at `resumed` lets it pass. What is known
+only within (directions, bytes, a trace to come) is told to `admit`, `admit_signature` and `traced`, where a monitor may
+refuse. A call made inside another belongs to it, but its limits hold. This module must not know programs, plans or what
+a monitor keeps.
+"""
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.core
+
+from linjac._tree import in_trace
+
+_REMEMBERED = 10_000  # functions known to have been traced
+
+
+class Work(NamedTuple):
+    """What a call is about to do."""
+
+    directions: int  # asked for
+    sweeps: int  # pushed or pulled to get them
+    chunks: int  # runs of a compiled body
+    result_bytes: int
+
+
+class Watcher(Protocol):
+    """What is told about every call while it is among the active."""
+
+    completion: bool
+
+    def admit(self, entry: str, work: Work) -> None:
+        """Raise where the work is beyond a limit."""
+
+    def admit_signature(self, entry: str, function: str, place: Any, known: int) -> None:
+        """Raise where one more trace of a function is beyond a limit; `known` are the signatures it has."""
+
+    def traced(self, function: str, place: Any, again: bool) -> None:
+        """A function has been traced, `again` if not for the first time in this process."""
+
+    def compiled(self, call: "Call | None", name: str, seconds: float) -> None:
+        """A program has been compiled, in a call or outside any; `name` is JAX's."""
+
+    def finished(self, call: "Call", result: Any, error: BaseException | None) -> None:
+        """The outermost call of a thread is over."""
+
+
+class Call:
+    """One public call on its way."""
+
+    __slots__ = ("completion", "dispatch", "entry", "function", "given", "look", "traced", "watchers", "work")
+
+    def __init__(self, entry: str, function: str, given: Any, look: Callable[[Any], Any] | None) -> None:
+        self.entry, self.function = entry, function
+        self.given = given  # the caller's arguments, to describe their types
+        self.look = look  # from the result to what was computed
+        self.watchers = active
+        self.work: Work | None = None
+        self.traced = False  # in an enclosing jit, vmap or grad
+        self.dispatch = self.completion = 0.0  # seconds
+
+
+def _is_traced(tree: Any) -> bool:
+    """Whether a result belongs to an enclosing transformation, by its first leaf: called at every watched call."""
+    while (kind := type(tree)) is dict or kind is tuple or kind is list:
+        if not tree:
+            return False
+        tree = next(iter(tree.values())) if kind is dict else tree[0]
+    if isinstance(tree, jax.core.Tracer):
+        return True
+    return not isinstance(tree, jax.Array) and in_trace(jax.tree_util.tree_leaves(tree)[:1])
+
+
+# which monitors are on ------------------------------------------------------------------------------------------------
+active: tuple[Watcher, ...] = ()
+_lock = threading.RLock()
+
+
+def add(watcher: Watcher) -> bool:
+    """Turn a monitor on; returns whether it is the only one."""
+    global active
+    with _lock:
+        active = (*active, watcher)
+        return len(active) == 1
+
+
+def remove(watcher: Watcher) -> bool:
+    """Turn a monitor off; returns whether it was the last one."""
+    global active
+    with _lock:
+        active = tuple(other for other in active if other is not watcher)
+        return not active
+
+
+# the call that this thread is in --------------------------------------------------------------------------------------
+class _State:
+    """What one thread is in."""
+
+    __slots__ = ("call", "muted", "resumes")
+
+    def __init__(self) -> None:
+        self.call: Call | None = None
+        self.resumes = False  # `watched` has just called a public function for the second time
+        self.muted = False  # a monitor's own computation runs
+
+
+class _Here(threading.local):
+    def __init__(self) -> None:
+        self.state = _State()
+
+
+_here = _Here()
+_NOTHING: Mapping[str, Any] = {}
+
+
+def resumed() -> bool:
+    """Whether `watched` called: True once, at the first public function that asks."""
+    state = _here.state
+    if state.resumes:
+        state.resumes = False
+        return True
+    return False
+
+
+def watched(
+    entry: str,
+    function: str,
+    run: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] = _NOTHING,
+    *,
+    given: Any = None,
+    look: Callable[[Any], Any] | None = None,
+    work: Work | None = None,
+) -> Any:
+    """Call `run(*args, **kwargs)`, whose first act is to ask `resumed`, and tell the active monitors about it."""
+    # function: the name of the user's; given: the arguments to describe, by default args;
+    # look: finds in the result what was computed; work: what is known beforehand
+    state = _here.state
+    outer = state.call
+    call = Call(entry, function, args if given is None else given, look)
+    watchers = call.watchers
+    state.call, state.resumes = call, True
+    start = time.perf_counter()
+    try:
+        if work is not None:
+            call.work = work
+            for watcher in watchers:
+                watcher.admit(entry, work)
+        result = run(*args, **kwargs)
+        call.dispatch = time.perf_counter() - start
+        call.traced = _is_traced(result)
+        for watcher in watchers:
+            if watcher.completion and not call.traced:
+                jax.block_until_ready(result)
+                call.completion = time.perf_counter() - start
+                break
+    except BaseException as err:
+        state.call, state.resumes = outer, False
+        if outer is None:
+            call.traced = in_trace(jax.tree_util.tree_leaves((args, dict(kwargs))))
+            for watcher in watchers:
+                watcher.finished(call, None, err)
+        raise
+    state.call = outer
+    if outer is None:
+        for watcher in watchers:
+            watcher.finished(call, result, None)
+    return result
+
+
+def current() -> Call | None:
+    """The innermost watched call of this thread."""
+    return _here.state.call
+
+
+def is_muted() -> bool:
+    """Whether this thread runs a computation of a monitor's own."""
+    return _here.state.muted
+
+
+def muted(run: Callable[..., Any], *args: Any) -> Any:
+    """Run a monitor's own computation, which is not to be counted."""
+    _here.state.muted = True
+    try:
+        return run(*args)
+    finally:
+        _here.state.muted = False
+
+
+# what is known only within --------------------------------------------------------------------------------------------
+def admit(directions: int, sweeps: int, chunks: int, result_bytes: int) -> None:
+    """Tell what the call is about to do, before it is done; a monitor may refuse it."""
+    call = _here.state.call
+    if call is None:
+        return
+    call.work = work = Work(directions, sweeps, chunks, result_bytes)
+    for watcher in call.watchers:
+        watcher.admit(call.entry, work)
+
+
+def admit_signature(who: str, function: str, place: Any, known: int) -> None:
+    """Tell that a function is about to be traced at a new signature; a monitor may refuse it."""
+    for watcher in active:
+        watcher.admit_signature(who, function, place, known)
+
+
+_seen: dict[Any, None] = {}  # the places of the functions traced so far
+
+
+def traced(function: str, place: Any) -> None:
+    """Tell that a function has been traced."""
+    with _lock:
+        again = place in _seen
+        if len(_seen) >= _REMEMBERED:
+            _seen.clear()
+        _seen[place] = None
+    for watcher in active:
+        watcher.traced(function, place, again)
+
+
+def name_of(fun: Any) -> str:
+    """The name of a user's function; of its class where it has none."""
+    while isinstance(fun, functools.partial):
+        fun = fun.func
+    return getattr(fun, "__qualname__", None) or type(fun).__qualname__
