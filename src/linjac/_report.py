@@ -19,11 +19,13 @@ STAGES = (
     "products",
     "linearity",
     "finite differences",
+    "precision",
     "finite values",
     "keys",
     "jit",
     "vmap",
     "chunked",
+    "recomputed",
     "other mode",
     "other backend",
 )
@@ -54,7 +56,9 @@ class Difference:
     def __str__(self) -> str:
         """One line."""
         place = " with respect to ".join(name for name in (self.output, self.input) if name)
-        where = "" if self.index is None or self.index == () else f" at {list(self.index)}"
+        if self.index is None:
+            return f"{place}: another structure, shape or dtype"
+        where = "" if self.index == () else f" at {list(self.index)}"
         return (
             f"{place}{where}: error {self.error:.3g}, allowed {self.allowed:.3g} "
             f"(norms: expected {self.expected_norm:.6g}, got {self.got_norm:.6g})"

@@ -1,0 +1,232 @@
+"""Directions at a point, and what plain JAX says along them: the yardstick of every criterion.
+
+It keeps the products of `jax.jvp` and `jax.vjp`, how much they change when the point moves by one rounding, and finds
+the leaf to blame for a difference along a random direction. This module must not know linearizations.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from linjac._program import first_line
+from linjac._report import FAILED, PASSED, SKIPPED, Criterion, Difference
+from linjac._subject import Flat, Leaves, Subject, basis, cast, normal, spread
+from linjac._tolerances import Tolerances, compare, largest, wide
+
+PERTURBED = 2  # points one rounding away
+
+
+class SkipError(Exception):
+    """A criterion that cannot be had here, with the reason."""
+
+
+class Verdict(NamedTuple):
+    """What a criterion found: nothing, where it passed."""
+
+    differences: Sequence[Difference] = ()
+    detail: str = ""
+    failed: bool = False  # without a difference to show
+
+
+def decide(stage: str, name: str, run: Callable[[], Verdict]) -> Criterion:
+    """Run one criterion; an exception in it is a failure like any other."""
+    try:
+        found = run()
+    except SkipError as reason:
+        return Criterion(name, stage, SKIPPED, str(reason))
+    except Exception as err:
+        return Criterion(name, stage, FAILED, f"raised {type(err).__name__}: {first_line(err)}")
+    failed = found.failed or bool(found.differences)
+    return Criterion(name, stage, FAILED if failed else PASSED, found.detail, tuple(found.differences))
+
+
+def merged(differences: Sequence[Difference]) -> list[Difference]:
+    """The worst difference of each pair of leaves, the worst first."""
+    found: dict[Any, Difference] = {}
+    for difference in differences:
+        place = (difference.output, difference.input)
+        if place not in found or _excess(difference) > _excess(found[place]):
+            found[place] = difference
+    return sorted(found.values(), key=_excess, reverse=True)
+
+
+def _excess(difference: Difference) -> float:
+    return difference.error / max(difference.allowed, np.finfo(float).tiny)
+
+
+class Direction(NamedTuple):
+    """A vector on one side of the map; `leaf` where it is a unit vector."""
+
+    vector: Flat
+    leaf: int | None = None
+
+
+type Product = Callable[[Flat], Sequence[Any]]
+
+
+def only(vector: Sequence[Any], leaf: int) -> Flat:
+    """The vector, zero in all leaves but one."""
+    return [x if k == leaf else x * 0 for k, x in enumerate(vector)]
+
+
+class Probe:
+    """Directions on both sides of the derivative of a subject, with their products by plain JAX."""
+
+    def __init__(self, subject: Subject, rng: np.random.Generator, directions: int, limits: Tolerances) -> None:
+        self.subject, self.limits, self.rng = subject, limits, rng
+        self.forward = self._directions(subject.inputs, directions)
+        self.reverse = self._directions(subject.outputs, directions)
+
+    def _directions(self, side: Leaves, count: int) -> list[Direction]:
+        if not side.size:
+            return []
+        units = [Direction(*basis(side.types, index)[:2]) for index in spread(side.size, count)]
+        return [*units, *(Direction(self.draw(side)) for _ in range(count))]
+
+    def draw(self, side: Leaves) -> Flat:
+        """A random vector."""
+        return cast(normal(self.rng, side.types), side.types)
+
+    # what plain JAX says ----------------------------------------------------------------------------------------------
+    @functools.cached_property
+    def pushes(self) -> list[Flat]:
+        """J v for each forward direction."""
+        return [self.subject.jvp(direction.vector) for direction in self.forward]
+
+    @functools.cached_property
+    def pulls(self) -> list[Flat]:
+        """Jᵀ c for each reverse direction."""
+        return [self.subject.vjp(direction.vector) for direction in self.reverse]
+
+    def need_reverse(self) -> None:
+        """SkipError what needs a reverse direction where JAX has none."""
+        if self.subject.no_reverse is not None:
+            raise SkipError(f"fun has no reverse direction: {first_line(self.subject.no_reverse)}")
+
+    def need_elements(self) -> None:
+        """SkipError what has nothing to compare."""
+        if not (self.subject.inputs.size and self.subject.outputs.size):
+            raise SkipError("the Jacobian has no elements")
+
+    # tolerances -------------------------------------------------------------------------------------------------------
+    def _around(self, run: Callable[[Flat, Flat], Sequence[Any]], vector: Flat) -> list[float]:
+        """How much each leaf of a result changes when point and vector move by one rounding."""
+        there = run(self.subject.point, vector)
+        changes = [0.0] * len(there)
+        for _ in range(PERTURBED):
+            moved = run(self._nudged(self.subject.point), self._nudged(vector))
+            for k, (a, b) in enumerate(zip(moved, there, strict=True)):
+                with np.errstate(all="ignore"):
+                    changes[k] = max(changes[k], largest(wide(a) - wide(b)))
+        return changes
+
+    def _nudged(self, leaves: Sequence[Any]) -> Flat:
+        eps = self.limits.eps
+        return [(x * (1 + eps * self.rng.choice((-1.0, 1.0), x.shape))).astype(x.dtype) for x in map(wide, leaves)]
+
+    @functools.cached_property
+    def noise_of_value(self) -> list[float]:
+        """For each output leaf, what one rounding of the point changes in the value."""
+        return self._around(lambda point, _: self.subject.call(*cast(point, self.subject.inputs.types)), [])
+
+    @functools.cached_property
+    def noise_out(self) -> list[float]:
+        """The same in a product along a random direction."""
+        types = self.subject.inputs.types
+        if not self.forward:
+            return [0.0] * len(self.subject.outputs.types)
+        run = lambda point, vector: self.subject.jvp(cast(vector, types), cast(point, types))  # noqa: E731
+        return self._around(run, self.forward[-1].vector)
+
+    @functools.cached_property
+    def noise_in(self) -> list[float]:
+        """The same in a transposed product, for each input leaf."""
+        inputs, outputs = self.subject.inputs.types, self.subject.outputs.types
+        if not self.reverse or self.subject.no_reverse is not None:
+            return [0.0] * len(inputs)
+        run = lambda point, vector: self.subject.vjp(cast(vector, outputs), cast(point, inputs))  # noqa: E731
+        return self._around(run, self.reverse[-1].vector)
+
+    @functools.cached_property
+    def size_out(self) -> list[float]:
+        """The largest element of each output leaf along any direction."""
+        return [max((largest(push[k]) for push in self.pushes), default=0.0) for k in self._numbers("out")]
+
+    @functools.cached_property
+    def size_in(self) -> list[float]:
+        """The largest element of each input leaf over all transposed products."""
+        pulls = [] if self.subject.no_reverse is not None else self.pulls
+        return [max((largest(pull[k]) for pull in pulls), default=0.0) for k in self._numbers("in")]
+
+    def _numbers(self, side: str) -> range:
+        return range(len(self.subject.outputs.types if side == "out" else self.subject.inputs.types))
+
+    def allowed_value(self, leaf: int, want: Any) -> float:
+        """The largest difference in a leaf of the value."""
+        return self.limits.allowed(want, self.noise_of_value[leaf])
+
+    def allowed_out(self, leaf: int, want: Any) -> float:
+        """The largest difference in an output leaf of a product."""
+        return self.limits.allowed(want, self.noise_out[leaf], self.size_out[leaf])
+
+    def allowed_in(self, leaf: int, want: Any) -> float:
+        """The largest difference in an input leaf of a transposed product."""
+        return self.limits.allowed(want, self.noise_in[leaf], self.size_in[leaf])
+
+    # comparisons ------------------------------------------------------------------------------------------------------
+    def pushed(self, product: Product, wanted: Product | None = None, count: int | None = None) -> list[Difference]:
+        """Where a product differs from `jax.jvp` (or another product) along the last `count` directions."""
+        outputs, inputs = self.subject.outputs.names, self.subject.inputs.names
+        found: list[Difference] = []
+        start = 0 if count is None else max(0, len(self.forward) - count)
+        for direction, push in list(zip(self.forward, self.pushes, strict=True))[start:]:
+
+            def differ(vector: Flat, want: Any = None, name: str | None = None) -> list[Difference]:
+                want = (wanted or self.subject.jvp)(vector) if want is None else want
+                return compare(product(vector), want, self.allowed_out, outputs, [name] * len(outputs))
+
+            name = None if direction.leaf is None else inputs[direction.leaf]
+            bad = differ(direction.vector, push if wanted is None else None, name)
+            if bad and name is None:
+                found += self.blamed(differ, direction.vector, inputs, "input", bad)
+                break
+            found += bad
+        return merged(found)
+
+    def pulled(self, product: Product, wanted: Product | None = None, count: int | None = None) -> list[Difference]:
+        """Where a transposed product differs from `jax.vjp` (or another one) along the last `count` directions."""
+        outputs, inputs = self.subject.outputs.names, self.subject.inputs.names
+        found: list[Difference] = []
+        start = 0 if count is None else max(0, len(self.reverse) - count)
+        for direction, pull in list(zip(self.reverse, self.pulls, strict=True))[start:]:
+
+            def differ(vector: Flat, want: Any = None, name: str | None = None) -> list[Difference]:
+                want = (wanted or self.subject.vjp)(vector) if want is None else want
+                return compare(product(vector), want, self.allowed_in, [name] * len(inputs), inputs)
+
+            name = None if direction.leaf is None else outputs[direction.leaf]
+            bad = differ(direction.vector, pull if wanted is None else None, name)
+            if bad and name is None:
+                found += self.blamed(differ, direction.vector, outputs, "output", bad)
+                break
+            found += bad
+        return merged(found)
+
+    def blamed(
+        self,
+        differ: Callable[[Flat], list[Difference]],
+        vector: Flat,
+        names: Sequence[str],
+        side: str,
+        whole: list[Difference],
+    ) -> list[Difference]:
+        """The differences leaf by leaf of the vector; `whole` where no leaf alone shows one."""
+        if len(names) == 1:
+            return [dataclasses.replace(difference, **{side: names[0]}) for difference in whole]
+        found: list[Difference] = []
+        for k, name in enumerate(names):
+            found += [dataclasses.replace(bad, **{side: name}) for bad in differ(only(vector, k))]
+        return found or whole
