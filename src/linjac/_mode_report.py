@@ -181,10 +181,18 @@ class ModeReport:
             return DISAGREE
         if len(self.candidates) == 1:
             return f"{self.winner} is the only candidate"
-        first, second = sorted(self.candidates, key=lambda timing: (timing.label != self.winner, timing.median))[:2]
-        head = "no clear winner" if self.winner is None else f"{self.winner} is the fastest"
-        ratio = self.ratio(second.label, first.label)
-        return f"{head}: {second.label} takes {ratio} times as long as {first.label}"
+        best = min(self.candidates, key=lambda timing: (timing.label != self.winner, timing.median)).label
+        others = [timing.label for timing in self.candidates if timing.label != best]
+        near = min(others, key=lambda label: self.ratio(label, best)[1:])  # the hardest to tell from the best
+        times = f"{near} takes {self.ratio(near, best)} times as long as {best}"
+        if self.winner is None:
+            return f"no clear winner: {times}; by the rule of sizes {self._chosen}"
+        return f"{self.winner} is the fastest: {times}"
+
+    @property
+    def _chosen(self) -> str:
+        """The label of the plan."""
+        return next(timing.label for timing in self.candidates if timing.plan == self.plan)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON: every sample is in it."""
@@ -212,7 +220,7 @@ class ModeReport:
             lines.append("* read from the compilation cache, not compiled")
         if not self.compiled:
             lines.append("op by op: the function branches in Python on values, so nothing is compiled")
-        mine = next(timing.label for timing in self.candidates if timing.plan == self.plan)
+        mine = self._chosen
         lines += [f"{one.label} takes {self.ratio(one.label, mine)} times as long as {mine}" for one in self.yardsticks]
         lines += [f"{name} ruled out: {reason}" for name, reason in self.ruled_out]
         lines += self._agreement_lines()
@@ -257,7 +265,7 @@ def clear_winner(candidates: Sequence[Timing], agreement: Sequence[Agreement]) -
 # words ----------------------------------------------------------------------------------------------------------------
 def _time(seconds: float) -> str:
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
+        if seconds >= 0.9995 * size:  # what rounds to the unit is written in it
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds * 1e6:.3g} µs"
 
@@ -265,7 +273,7 @@ def _time(seconds: float) -> str:
 def _bytes(count: int) -> str:
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= size:
-            return f"{count / size:.3g} {unit}"
+            return f"{count / size:.4g} {unit}"
     return f"{count} B"
 
 

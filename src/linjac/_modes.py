@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.dtypes import float0
 
 from linjac._arguments import Call
 from linjac._decide import decide
@@ -29,7 +28,7 @@ from linjac._program import Data, alive, first_line
 from linjac._sweeps import work
 from linjac._timing import LEAST, Thunk, agreed, calls_in_sample, in_turns, warm_seconds
 from linjac._tracing import ByValue, Traced
-from linjac._tree import in_trace, short
+from linjac._tree import in_trace, is_inexact, short
 
 WHO = "measure_jacobian"
 ROUNDS = 30
@@ -297,13 +296,18 @@ def _yardsticks(differentiated: Differentiated, call: Call) -> list[_Candidate]:
         args, kwargs = layout.unflatten(leaves)
         more = {"allow_int": True} if options.plan.allow_int and transform is jax.jacrev else {}
         found = transform(fun, layout.argnums, **flags, **more)(*args, **kwargs)
-        return found[0] if options.has_aux else found
+        return _moving(found[0] if options.has_aux else found)
 
     return [
         _Candidate(f"jax.{transform.__name__}", None, functools.partial(_compile, whole, *call.traced))
         for transform in (jax.jacfwd, jax.jacrev)
         for whole in (functools.partial(derivative, transform),)
     ]
+
+
+def _moving(jacobian: Any) -> list[Any]:
+    """The blocks, without those of integer arguments."""
+    return [leaf for leaf in jax.tree.leaves(jacobian) if is_inexact(leaf)]
 
 
 # the measurement ------------------------------------------------------------------------------------------------------
@@ -332,12 +336,19 @@ def _report(asked: _Asked, ways: _Ways) -> ModeReport:
     failures: list[Exception] = []
     for candidate in [*candidates, *(ways.yardsticks() if asked.yardsticks else [])]:
         try:
-            seen.append(_first_calls(candidate, blocks))
+            runnable = candidate.compile()
+            result = jax.block_until_ready(runnable.run())
         except Exception as err:
             if candidate.plan is not None and not isinstance(err, jax.errors.JaxRuntimeError):
                 raise
             failures.append(err)
             ruled_out.append((candidate.label, f"{type(err).__name__}: {first_line(err)}"))
+            continue
+        leaves = _moving(result)
+        blocks.add(candidate, leaves)
+        size = sum(leaf.nbytes for leaf in leaves)
+        del result, leaves  # not to be held while it is timed
+        seen.append(_Seen(candidate, runnable, size, calls_in_sample(warm_seconds(runnable.run))))
     times = in_turns(
         [one.runnable.run for one in seen],
         [one.calls for one in seen],
@@ -367,16 +378,6 @@ def _report(asked: _Asked, ways: _Ways) -> ModeReport:
         compiled=ways.way.compiled,
         environment=environment(),
     )
-
-
-def _first_calls(candidate: _Candidate, blocks: "_Blocks") -> _Seen:
-    """Compile it, compare what it returns with the first one, and find how many calls fill a sample."""
-    runnable = candidate.compile()
-    leaves = [leaf for leaf in jax.tree.leaves(jax.block_until_ready(runnable.run())) if leaf.dtype != float0]
-    result_bytes = sum(leaf.nbytes for leaf in leaves)
-    blocks.add(candidate, leaves)
-    del leaves  # not to be held while it is timed
-    return _Seen(candidate, runnable, result_bytes, calls_in_sample(warm_seconds(runnable.run)))
 
 
 class _Blocks:
