@@ -93,7 +93,7 @@ def record_baseline(
 
     Example:
         >>> import os, tempfile
-        >>> import jax
+        >>> import jax.numpy as jnp
         >>> from linjac import testing
         >>> path = os.path.join(tempfile.mkdtemp(), "sin.npz")
         >>> testing.record_baseline(jnp.sin, {"ones": (jnp.ones(3),), "zeros": (jnp.zeros(3),)}, path)
@@ -244,7 +244,7 @@ def check_baseline(
 
     Example:
         >>> import os, tempfile
-        >>> import jax
+        >>> import jax.numpy as jnp
         >>> from linjac import testing
         >>> path = os.path.join(tempfile.mkdtemp(), "square.npz")
         >>> testing.record_baseline(lambda x: x * x, {"one": (jnp.ones(3),)}, path)
