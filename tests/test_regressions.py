@@ -110,6 +110,55 @@ def test_several_chunks_under_an_explicit_mesh():
     close(pulled, want)
 
 
+EXPLICIT = {
+    "elementwise": (jnp.sin, "x"),
+    "matrix to matrix": (jnp.sin, "X"),
+    "reduced over a sharded axis": (lambda X: (X**2).sum(1), "X"),
+    "to a scalar": (lambda X: (X**2).sum(), "X"),
+    "matrix product": (lambda X: X @ EXPLICIT_WEIGHTS, "X"),
+    "tree": (lambda t: {"o": t["a"] * 2, "p": t["b"].sum(), "q": jnp.cos(t["b"])}, "tree"),
+}
+EXPLICIT_WEIGHTS = jnp.sin(jnp.arange(12.0)).reshape(4, 3)
+
+
+@pytest.mark.parametrize("mode", ["fwd", "rev"])
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 3}, {"chunk_size": 1}, {"jit": False}], ids=str)
+@pytest.mark.parametrize("name", list(EXPLICIT))
+def test_a_jacobian_under_an_explicit_mesh_is_laid_out_like_jax_lays_it_out(name, options, mode):
+    fun, key = EXPLICIT[name]
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+    plain = {"x": jnp.arange(8.0), "X": jnp.arange(16.0).reshape(4, 4)}
+    specs = {"x": P("a"), "X": P("a", "b")}
+    plain["tree"] = {"a": plain["x"], "b": plain["X"]}
+    want = jax.jacrev(fun)(plain[key])
+    with jax.set_mesh(mesh):
+        sharded = {k: jax.device_put(plain[k], NamedSharding(mesh, specs[k])) for k in specs}
+        sharded["tree"] = {"a": sharded["x"], "b": sharded["X"]}
+        reference = (jax.jacfwd if mode == "fwd" else jax.jacrev)(fun)(sharded[key])
+        got = linjac.jacobian(fun, mode=mode, **options)(sharded[key])
+        matrix = linjac.jacobian(fun, mode=mode, layout="matrix", **options)(sharded[key])
+        plan = linjac.plan_jacobian(fun, mode=mode, layout="matrix")(sharded[key])
+        jax.tree.map(lambda a, b: close(a, b), plan.unflatten(np.asarray(matrix)), want)
+        assert [leaf.sharding.spec for leaf in jax.tree.leaves(got)] == [
+            leaf.sharding.spec for leaf in jax.tree.leaves(reference)
+        ]
+    jax.tree.map(lambda a, b: close(a, b), got, want)
+
+
+@pytest.mark.parametrize("mode", ["fwd", "rev"])
+@pytest.mark.parametrize("chunk_size", [None, 1, 3])
+def test_a_jacobian_through_weights_sharded_over_an_explicit_mesh(chunk_size, mode):
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+    W = jnp.sin(jnp.arange(32.0)).reshape(8, 4)
+    with jax.set_mesh(mesh):
+        weights = jax.device_put(W, NamedSharding(mesh, P(None, "b")))
+        x = jax.device_put(jnp.arange(4.0), NamedSharding(mesh, P("b")))
+        got = linjac.jacobian(
+            lambda x: jnp.einsum("ij,j->i", weights, x, out_sharding=P("a")), mode=mode, chunk_size=chunk_size
+        )(x)
+    close(got, W)
+
+
 # Complex --------------------------------------------------------------------------------------------------------------
 
 

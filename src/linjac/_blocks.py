@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.dtypes import float0
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from linjac._program import Program
-from linjac._tree import is_complex, promoted, rebuild, size_of
+from linjac._tree import explicit_sharding, is_complex, promoted, rebuild, size_of, type_of
 
 
 def as_blocks(program: Program, parts: Sequence[Any], direction: str) -> list[list[Any]]:
@@ -25,7 +27,7 @@ def as_blocks(program: Program, parts: Sequence[Any], direction: str) -> list[li
         before = 0
         for k, into in enumerate(program.inputs.avals):
             if direction == "forward":
-                block = parts[i][:, before : before + size_of(into)]
+                block = parts[i][..., before : before + size_of(into)]
             else:
                 block = parts[k][above : above + size_of(out)]
             blocks.append(_cast(block.reshape(out.shape + into.shape), promoted([out, into])))
@@ -46,7 +48,17 @@ def as_matrix(program: Program, parts: Sequence[Any], direction: str) -> Any:
     dtype = promoted([*program.outputs.avals, *program.inputs.avals])
     if not parts:
         return jnp.zeros((program.outputs.size, program.inputs.size), dtype)
-    return jnp.concatenate([_cast(part, dtype) for part in parts], axis=0 if direction == "forward" else 1)
+    forward = direction == "forward"
+    flat = [_flat(_cast(part, dtype), forward) for part in parts]
+    return jnp.concatenate(flat, axis=0 if forward else 1)
+
+
+def _flat(part: Any, forward: bool) -> Any:
+    """A part as a matrix. On a mesh with explicit axes it is gathered first: JAX merges no sharded axes."""
+    sharding = explicit_sharding(type_of(part))
+    if sharding is not None:
+        part = jax.sharding.reshard(part, NamedSharding(sharding.mesh, P(*[None] * part.ndim)))
+    return part.reshape((-1, part.shape[-1]) if forward else (part.shape[0], -1))
 
 
 def block_tree(who: str, program: Program, blocks: list[list[Any]], *, single: bool, allow_int: bool) -> Any:

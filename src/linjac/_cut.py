@@ -16,6 +16,7 @@ from jax.extend.core.primitives import dot_general_p
 
 from linjac._constants import Jaxpr, evaluate
 from linjac._kernel import Kernel
+from linjac._tree import explicit_sharding
 
 
 class Cut(NamedTuple):
@@ -44,6 +45,8 @@ def find_cut(kernel: Kernel, direction: str) -> Cut | None:
     contracting, batching = eqn.params["dimension_numbers"]
     mine, other = contracting[side], contracting[1 - side]
     if batching[0] or len(mine) != vector.aval.ndim or isinstance(eqn.invars[1 - side], Literal):
+        return None
+    if explicit_sharding(eqn.invars[1 - side].aval) is not None:  # JAX takes no single row along a sharded axis
         return None
     contracted = [axis for _, axis in sorted(zip(mine, other, strict=True))]
     free = [axis for axis in range(eqn.invars[1 - side].aval.ndim) if axis not in other]

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from beartype import beartype
 from jax import lax
 from jax.extend.core import Literal
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Int, jaxtyped
 
 from linjac._constants import Jaxpr, scan_counts, subjaxprs
-from linjac._tree import align, bytes_of, is_key, size_of
+from linjac._tree import align, bytes_of, explicit_sharding, is_key, size_of
 
 BUDGET = 16 << 20  # bytes of scratch where the caller says nothing
 FLOOR = 16  # directions in a chunk at least, where the caller says nothing
@@ -142,12 +142,10 @@ def product_of_rows(product: Product, rows: list[Any], size: int) -> list[Any]:
 
 def zeros_before(aval: Any, count: int) -> jax.Array:
     """Zeros of a type with one more leading axis, laid out over an explicit mesh as the type is."""
-    sharding = aval.sharding
-    if sharding is None or sharding.mesh.empty or AxisType.Explicit not in sharding.mesh.axis_types:
-        return jnp.zeros((count, *aval.shape), aval.dtype)
-    return jnp.zeros(
-        (count, *aval.shape), aval.dtype, out_sharding=NamedSharding(sharding.mesh, P(None, *sharding.spec))
-    )
+    sharding = explicit_sharding(aval)
+    if sharding is not None:
+        sharding = NamedSharding(sharding.mesh, P(None, *sharding.spec))
+    return jnp.zeros((count, *aval.shape), aval.dtype, out_sharding=sharding)
 
 
 def sweep(product: Product, take: Take, types: Sequence[Any], count: int, limit: int, like: Sequence[Any]) -> list[Any]:

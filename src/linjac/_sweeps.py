@@ -1,7 +1,8 @@
 """Dense Jacobians by sweeps: forward over the inputs, reverse over the outputs, a chunk at a time.
 
 A sweep yields one part for each leaf at its far end: forward parts are (size of output leaf, n), reverse parts are
-(m, size of input leaf). How to sweep is given as a `Recipe`; why, is not known here. Seeds are made from an index.
+(m, size of input leaf). On a mesh with explicit axes the far leaf keeps its axes, (*shape, n) and (m, *shape), since JAX
+refuses to merge sharded ones. How to sweep is given as a `Recipe`; why, is not known here. Seeds are made from an index.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,15 +11,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from linjac._blocks import as_blocks, as_matrix
 from linjac._cut import Cut, find_cut, matrix_of, rows_of_cut
 from linjac._directions import balanced, basis, product_of_rows
 from linjac._program import Data, Program, TracedProgram
 from linjac._space import Space
-from linjac._tree import align, is_complex, size_of, vary
+from linjac._tree import align, explicit_sharding, is_complex, laid_like, size_of, vary
 
-type Rows = Callable[[Any, int], list[Any]]  # (start, how many) -> for each far leaf (how many, its size)
+type Rows = Callable[[Any, int], list[Any]]  # (start, how many) -> for each far leaf (how many, *its axes in a part)
 
 
 class Recipe(NamedTuple):
@@ -44,13 +47,12 @@ def parts(program: Program, data: Data, recipe: Recipe) -> list[Any]:
     count = near.size
     forward = recipe.direction == "forward"
     if count == 0 or far.size == 0:
-        shapes = [(size_of(aval), count) if forward else (count, size_of(aval)) for aval in far.avals]
-        return [jnp.zeros(shape, aval.dtype) for shape, aval in zip(shapes, far.avals, strict=True)]
+        return [_empty(aval, aval.dtype, count, forward) for aval in far.avals]
     if recipe.pinned:
         data = data._replace(residuals=_pin(data.residuals))
     if recipe.fused and recipe.chunk_size >= count and not recipe.paired:
         columns = jax.vmap(lambda seed: program.jvp(data, seed), out_axes=-1)(_seeds(program, near, 0, count))
-        return [leaf.reshape(-1, count) for leaf in columns]
+        return [leaf.reshape(*_axes(aval), count) for leaf, aval in zip(columns, far.avals, strict=True)]
     return _collect(_rows(program, data, recipe), far, count, recipe, [*data.point, *data.constants, *data.residuals])
 
 
@@ -59,13 +61,28 @@ def _pin(leaves: list[Any]) -> list[Any]:
     return list(lax.optimization_barrier(leaves)) if leaves else leaves
 
 
+def _axes(aval: Any) -> tuple[int, ...]:
+    """The axes of a far leaf in its part."""
+    return (size_of(aval),) if explicit_sharding(aval) is None else aval.shape
+
+
+def _empty(aval: Any, dtype: Any, count: int, forward: bool) -> Any:
+    """A part of zeros, sharded on a mesh with explicit axes as its leaf is."""
+    sharding = explicit_sharding(aval)
+    if sharding is not None:
+        spec = P(*sharding.spec, None) if forward else P(None, *sharding.spec)
+        sharding = NamedSharding(sharding.mesh, spec)
+    axes = _axes(aval)
+    return jnp.zeros((*axes, count) if forward else (count, *axes), dtype, out_sharding=sharding)
+
+
 # the rows of one chunk ------------------------------------------------------------------------------------------------
 def _rows(program: Program, data: Data, recipe: Recipe) -> Rows:
-    near, _ = ends(program, recipe.direction)
+    near, far = ends(program, recipe.direction)
     product = _product(program, data, recipe)
     cut = find_cut(program.kernel, recipe.direction) if recipe.cut and program.kernel is not None else None
     if cut is not None and not recipe.paired:
-        return _cut_rows(program, data, cut)
+        return _cut_rows(program, data, cut, far)
 
     def rows(start: Any, size: int) -> list[Any]:
         seeds = _seeds(program, near, start, size)
@@ -74,14 +91,20 @@ def _rows(program: Program, data: Data, recipe: Recipe) -> Rows:
             turned = [_turn(seed, recipe.direction) for seed in seeds]
             sign = -1j if recipe.direction == "forward" else 1j
             first = [_combine(a, b, sign) for a, b in zip(first, product_of_rows(product, turned, size), strict=True)]
-        return [leaf.reshape(size, -1) for leaf in first]
+        return _as_rows(first, far, size)
 
     return rows
 
 
+def _as_rows(leaves: list[Any], far: Space, size: int) -> list[Any]:
+    pairs = zip(leaves, far.avals, strict=True)
+    return [laid_like(leaf.reshape(size, *_axes(aval)), aval) for leaf, aval in pairs]
+
+
 def _seeds(program: Program, near: Space, start: Any, size: int) -> list[Any]:
-    """Rows of the identity, varying over the axes of an enclosing shard_map that the program was traced with."""
-    return [vary(seed, program.axes) for seed in basis(near.avals, start, size)]
+    """Rows of the identity, placed as the leaves are: over an explicit mesh, or the axes of an enclosing shard_map."""
+    seeds = zip(basis(near.avals, start, size), near.avals, strict=True)
+    return [vary(laid_like(seed, aval), program.axes) for seed, aval in seeds]
 
 
 def _product(program: Program, data: Data, recipe: Recipe) -> Callable[[list[Any]], list[Any]]:
@@ -100,12 +123,12 @@ def _combine(first: Any, second: Any, sign: complex) -> Any:
     return first.astype(wide) + jnp.asarray(sign, wide) * second.astype(wide)
 
 
-def _cut_rows(program: Program, data: Data, cut: Cut) -> Rows:
+def _cut_rows(program: Program, data: Data, cut: Cut, far: Space) -> Rows:
     residuals = program.residuals(data)
     matrix = matrix_of(cut, residuals)
 
     def rows(start: Any, size: int) -> list[Any]:
-        return [leaf.reshape(size, -1) for leaf in rows_of_cut(cut, matrix, residuals, start, size)]
+        return _as_rows(rows_of_cut(cut, matrix, residuals, start, size), far, size)
 
     return rows
 
@@ -119,21 +142,18 @@ def _collect(rows: Rows, far: Space, count: int, recipe: Recipe, like: Sequence[
         some = rows(start, size)
         if not forward:
             return some
-        return [leaf.T for leaf in (lax.optimization_barrier(some) if recipe.laid_out else some)]
+        return [jnp.moveaxis(leaf, 0, -1) for leaf in (lax.optimization_barrier(some) if recipe.laid_out else some)]
 
     if chunks == 1:
         return oriented(0)
-    axis = 1 if forward else 0
+    axis = -1 if forward else 0
 
     def step(full: list[Any], chunk: Any) -> tuple[list[Any], None]:
         start = jnp.minimum(chunk * size, count - size)
         placed = zip(full, oriented(start), strict=True)
         return [lax.dynamic_update_slice_in_dim(whole, piece, start, axis) for whole, piece in placed], None
 
-    empty = [
-        jnp.zeros((size_of(aval), count) if forward else (count, size_of(aval)), _part_dtype(aval.dtype, recipe.paired))
-        for aval in far.avals
-    ]
+    empty = [_empty(aval, _part_dtype(aval.dtype, recipe.paired), count, forward) for aval in far.avals]
     return lax.scan(step, align(empty, like)[0], jnp.arange(chunks))[0]
 
 
@@ -153,7 +173,7 @@ def parts_eagerly(program: Program, data: Data, recipe: Recipe) -> list[Any]:
         rows(start, min(recipe.chunk_size, near.size - start)) for start in range(0, near.size, recipe.chunk_size)
     ]
     whole = [jnp.concatenate(leaves) for leaves in zip(*chunks, strict=True)]
-    return [leaf.T for leaf in whole] if recipe.direction == "forward" else whole
+    return [jnp.moveaxis(leaf, 0, -1) for leaf in whole] if recipe.direction == "forward" else whole
 
 
 # what is compiled -----------------------------------------------------------------------------------------------------

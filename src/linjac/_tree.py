@@ -11,6 +11,7 @@ import jax
 import jax.core
 import numpy as np
 from jax.dtypes import extended, float0
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 type PyTreeDef = Any  # jax.tree_util.PyTreeDef, which JAX leaves untyped
 
@@ -118,6 +119,22 @@ def struct_of(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(
         aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type, manual_axis_type=aval.manual_axis_type
     )
+
+
+def explicit_sharding(aval: Any) -> Any:
+    """The sharding that is part of a type on a mesh with explicit axes, else None."""
+    sharding = getattr(aval, "sharding", None)
+    if sharding is None or sharding.mesh.empty or AxisType.Explicit not in sharding.mesh.axis_types:
+        return None
+    return sharding
+
+
+def laid_like(leaf: Any, aval: Any) -> Any:
+    """A batch of vectors (axis 0), on a mesh with explicit axes sharded as its type is."""
+    sharding = explicit_sharding(aval)
+    if sharding is None:
+        return leaf
+    return jax.sharding.reshard(leaf, NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec)))
 
 
 def axes_of(aval: Any) -> frozenset[str]:
