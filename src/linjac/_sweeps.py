@@ -1,8 +1,9 @@
 """Dense Jacobians by sweeps: forward over the inputs, reverse over the outputs, a chunk at a time.
 
 A sweep yields one part for each leaf at its far end: forward parts are (size of output leaf, n), reverse parts are
-(m, size of input leaf). On a mesh with explicit axes the far leaf keeps its axes, (*shape, n) and (m, *shape), since JAX
-refuses to merge sharded ones. How to sweep is given as a `Recipe`; why, is not known here. Seeds are made from an index.
+(m, size of input leaf). On a mesh with explicit axes the far leaf keeps its axes, (*shape, n) and (m, *shape): JAX
+refuses to merge sharded ones. How to sweep is given as a `Recipe`; why, is not known here. Seeds are made from an
+index.
 """
 
 from collections.abc import Callable, Sequence
