@@ -1,8 +1,10 @@
 """measure_jacobian: what a report holds, who wins, what is refused. The clock is a fake wherever a figure is tested."""
 
+import importlib.util
 import json
 import random
 import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -594,3 +596,26 @@ def test_arguments_are_checked_when_its_function_is_called():
     with pytest.raises(ValueError) as caught:
         found(X3)
     assert str(caught.value) == "linjac.measure_jacobian: argnums=1 is out of range for 1 positional argument"
+
+
+# The example ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_example_draws_every_sample(tmp_path, capsys):
+    path = Path(__file__).parents[1] / "docs" / "examples" / "plot_modes.py"
+    spec = importlib.util.spec_from_file_location("plot_modes", path)
+    plot_modes = importlib.util.module_from_spec(spec)
+    drawn = []
+    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        spec.loader.exec_module(plot_modes)
+        panel = plot_modes.draw_panel
+        plot_modes.draw_panel = lambda axes, name, report: drawn.append((axes, panel(axes, name, report)))
+        reports = plot_modes.main(tmp_path / "modes.png", rounds=2)
+    assert [report.plan.m for report in reports] == [2048, 256, 8]
+    assert (tmp_path / "modes.png").read_bytes().startswith(b"\x89PNG")
+    for (axes, _), report in zip(drawn, reports, strict=True):
+        timings = [*report.candidates, *report.yardsticks]
+        assert [label.get_text() for label in axes.get_yticklabels()] == [timing.label for timing in timings]
+        for line, timing in zip(axes.get_lines(), timings, strict=True):
+            np.testing.assert_allclose(line.get_xdata(), 1e6 * np.asarray(timing.seconds))
+    assert capsys.readouterr().out.count("linjac.measure_jacobian: ") == 3

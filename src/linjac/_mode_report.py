@@ -273,7 +273,7 @@ def _time(seconds: float) -> str:
 def _bytes(count: int) -> str:
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= size:
-            return f"{count / size:.4g} {unit}"
+            return f"{count / size:{'.3g' if count < 999 * size else '.0f'}} {unit}"
     return f"{count} B"
 
 
