@@ -4,24 +4,29 @@ They put the criteria in the order of the ladder; what a criterion compares is i
 and `_blockwise`.
 """
 
-import functools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
+
+import numpy as np
 
 from linjac import _criteria as one
 from linjac import _routes as routes
+from linjac._blockwise import Blockwise
 from linjac._environment import environment
 from linjac._errors import compose
 from linjac._keys import keys
 from linjac._linearization import Linearization
 from linjac._linearize import linearize_many
-from linjac._options import check_count
+from linjac._options import check_choice, check_chunk_size, check_count, check_flag
 from linjac._precision import Doubled, finite_differences, precision
 from linjac._probe import Probe, Verdict, decide
 from linjac._report import SKIPPED, CheckReport, Criterion
 from linjac._subject import Leaves, Subject, check_key, generator
 from linjac._tolerances import Tolerances, check_tolerance, tolerances
 from linjac._tree import short
+
+PROBES = 4  # random directions on each side of a Jacobian, and as many basis directions
 
 type Step = tuple[str, str, Callable[[], Verdict]]  # stage, name, what decides it
 
@@ -94,10 +99,116 @@ def check_linearization(
     return CheckReport(title, _climb(steps), fitting.rtol, fitting.atol, fitting.source, environment())
 
 
+def check_jacobian(
+    fun: Callable[..., Any],
+    *args: Any,
+    argnums: int | Sequence[int] = 0,
+    mode: str = "auto",
+    jacobian: Any = None,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+    chunk_size: int | None = None,
+    rtol: float | None = None,
+    atol: float | None = None,
+) -> CheckReport:
+    r"""Check the Jacobian ∂f_i/∂x_j of a function at one point, or one of your own, against other ways to it.
+
+    Its tree, its orientation (rows are outputs, columns are inputs: a block has the shape out.shape + in.shape) and its
+    dtypes; J v against `jax.jvp` and Jᵀ c against `jax.vjp`, op by op; J(iv) = i J v where holomorphy is promised;
+    finite differences in float64 with the order of the Taylor remainder; a shorter dtype against float64; finite values
+    in every mode; PRNG keys used twice; `jax.jit`, `jax.vmap`, chunks; one mode against the other; the CPU.
+
+    Costs about 7 Jacobians (each mode, `jit`, `vmap`, three chunk sizes), most of them compiled for this alone, and 16
+    calls of `fun` under `jax.jvp` or `jax.vjp`, op by op; 9 calls to see the effect of roundoff; 18 to 60 in float64.
+
+    Args:
+        fun: The function.
+        *args: The point.
+        argnums: The positions to differentiate, as for `linjac.jacobian`.
+        mode: `"auto"`, `"fwd"` or `"rev"`: the way that is checked against the others.
+        jacobian: Your own Jacobian at this point, to check in place of linjac's: a tree of blocks, one (m, n) matrix,
+            or a function that returns it when called with `args`. A transposed one is recognized.
+        has_aux: Whether `fun` returns a pair (value, aux).
+        holomorphic: Whether `fun` is promised to be holomorphic; the promise is checked.
+        allow_int: Whether integer arguments are allowed.
+        chunk_size: Directions at a time; by default chosen.
+        rtol: Tolerance relative to the largest expected element of a leaf; by default from the coarsest dtype, and
+            wider as far as one rounding of the point changes the result.
+        atol: Absolute tolerance; by default 0.
+
+    Returns:
+        A `linjac.testing.CheckReport`.
+
+    Raises:
+        TypeError: An argument has a wrong type, or no derivative; as from `linjac.jacobian`.
+        ValueError: An option has a wrong value.
+        ModeError: The mode, or every mode, is impossible for this function.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from linjac import testing
+        >>> def fun(x):
+        ...     return jnp.stack([x[0] ** 2 + x[1], x[0] * x[1], x[1]])
+        >>> mine = jnp.array([[4.0, 3.0, 0.0], [1.0, 2.0, 1.0]])
+        >>> report = testing.check_jacobian(fun, jnp.array([2.0, 3.0]), jacobian=mine)
+        >>> print(report.where, "|", report.failed[0].detail)
+        shapes and dtypes | this is the transpose: rows are outputs, columns are inputs: output with ...
+    """
+    who = "testing.check_jacobian"
+    limits = check_tolerance(who, "rtol", rtol), check_tolerance(who, "atol", atol)
+    check_choice(who, "mode", mode, ("auto", "fwd", "rev"))
+    flags = {
+        name: check_flag(who, name, flag) for name, flag in (("holomorphic", holomorphic), ("allow_int", allow_int))
+    }
+    options: dict[str, Any] = {**flags, "chunk_size": check_chunk_size(who, chunk_size)}
+    positions: Any = argnums
+    if positions is None:
+        raise TypeError(compose(who, "argnums must be an int or a sequence of ints, got None"))
+    subject = Subject(who, "args", fun, args, argnums, has_aux)
+    fitting = _tolerances(subject, limits)
+    probe = Probe(subject, np.random.default_rng(0), PROBES, fitting)
+    options["jit"] = hasattr(subject.jaxpr, "eqns")
+    given = jacobian(*args) if callable(jacobian) else jacobian
+    blockwise = Blockwise(probe, mode, np.ndim(argnums) == 0, options, given)
+    title = f"check_jacobian({_name(fun)}: {_types(subject)}, mode={mode!r})"
+    return CheckReport(title, _climb(_rungs(blockwise)), fitting.rtol, fitting.atol, fitting.source, environment())
+
+
+def _rungs(case: Blockwise) -> list[Step]:
+    """The criteria of a Jacobian, in order."""
+    doubled = Doubled(case.probe)
+    whose = "J" if case.given is None else "the given J"
+    mine: list[Step] = []
+    finite: list[Step] = [("finite values", f"J by mode={m!r}", partial(case.finite, m)) for m in ("fwd", "rev")]
+    if case.given is not None:
+        mine = [("products", "the given J against linjac.jacobian, block by block", case.given_against_ours)]
+        finite.insert(0, ("finite values", whose, partial(case.finite, "given")))
+    differences = partial(case.linear, finite_differences, doubled, case.push)
+    return [
+        ("structure", f"{whose}: outputs outside, arguments inside", case.structure),
+        ("shapes and dtypes", f"{whose}: a block is out.shape + in.shape", case.types),
+        ("value", "value against fun called now", case.value),
+        *mine,
+        ("products", f"{whose} times v against jax.jvp", case.products),
+        ("products", f"{whose} transposed times c against jax.vjp", case.transposed),
+        ("linearity", "J(iv) = i J v", case.holomorphic),
+        ("finite differences", f"{whose} times v against differences of fun in float64", differences),
+        ("precision", f"{whose} times v against float64", partial(case.linear, precision, doubled, case.push)),
+        *finite,
+        ("keys", "no PRNG key used twice", partial(keys, case.subject)),
+        ("jit", "J inside jax.jit", case.jitted),
+        ("vmap", "J under jax.vmap", case.mapped),
+        ("chunked", "J in chunks", case.chunked),
+        ("other mode", "forward against reverse", case.other),
+        ("other backend", f"{whose} times v against jax.jvp on the CPU", partial(routes.on_cpu, case.probe, case.push)),
+    ]
+
+
 def _ladder(case: one.Case, *, held: bool) -> list[Step]:
     """The criteria of a linearization, in order."""
     doubled = Doubled(case.probe)
-    at: Callable[..., Callable[[], Verdict]] = lambda step: functools.partial(step, case)  # noqa: E731
+    at: Callable[..., Callable[[], Verdict]] = lambda step: partial(step, case)  # noqa: E731
     point: list[Step] = [("value", "linear_fn is at these primals", at(one.point))] if held else []
     return [
         ("structure", "trees of value and tangents against those of fun", at(one.structure)),
@@ -108,10 +219,10 @@ def _ladder(case: one.Case, *, held: bool) -> list[Step]:
         ("products", "Jᵀ c against jax.vjp", at(one.transposed)),
         ("linearity", "L(0) = 0, L(-v) = -L(v), L(u + v) = L(u) + L(v)", at(one.linearity)),
         ("finite differences", "J v against differences of fun in float64", _finite(doubled, case.push)),
-        ("precision", "J v against J v in float64", functools.partial(precision, doubled, case.push)),
+        ("precision", "J v against J v in float64", partial(precision, doubled, case.push)),
         ("finite values", "value and J v", at(one.finite_forward)),
         ("finite values", "Jᵀ c", at(one.finite_reverse)),
-        ("keys", "no PRNG key used twice", functools.partial(keys, case.subject)),
+        ("keys", "no PRNG key used twice", partial(keys, case.subject)),
         ("jit", "linear_fn inside jax.jit", at(routes.jitted_apply)),
         ("jit", "fun linearized inside jax.jit", at(routes.jitted_whole)),
         ("vmap", "linear_fn under jax.vmap against a loop", at(routes.mapped)),
@@ -119,12 +230,12 @@ def _ladder(case: one.Case, *, held: bool) -> list[Step]:
         ("chunked", "linear_fn.transpose_many against single products", at(routes.transposed_chunked)),
         ("recomputed", "products that recompute against stored ones", at(routes.recomputed)),
         ("other mode", "⟨J v, c⟩ = ⟨v, Jᵀ c⟩", at(one.adjoint)),
-        ("other backend", "J v against jax.jvp on the CPU", functools.partial(routes.on_cpu, case.probe, case.push)),
+        ("other backend", "J v against jax.jvp on the CPU", partial(routes.on_cpu, case.probe, case.push)),
     ]
 
 
 def _finite(doubled: Doubled, push: Callable[..., Any]) -> Callable[[], Verdict]:
-    return functools.partial(finite_differences, doubled, push)
+    return partial(finite_differences, doubled, push)
 
 
 def _climb(steps: Sequence[Step]) -> tuple[Criterion, ...]:

@@ -14,7 +14,7 @@ from jax.extend.core import Literal
 
 from linjac._constants import Jaxpr, place_of, subjaxprs
 from linjac._finite import EPS, SLACK, Slope, double, order, slope
-from linjac._probe import Probe, Product, SkipError, Verdict, merged, only
+from linjac._probe import Probe, Product, SkipError, Verdict, masked, merged, only
 from linjac._program import first_line
 from linjac._report import Difference
 from linjac._subject import Flat, Subject, cast, normal
@@ -31,7 +31,7 @@ class Doubled:
 
     def __init__(self, probe: Probe) -> None:
         self.probe = probe
-        self.already = all(np.dtype(aval.dtype).itemsize >= 8 for aval in _types(probe.subject))
+        self.already = all(_bits(aval) >= 64 for aval in _types(probe.subject))
 
     @functools.cached_property
     def subject(self) -> Subject | str:
@@ -72,8 +72,7 @@ def _narrow(subject: Subject) -> str:
     jaxpr = subject.jaxpr
     if hasattr(jaxpr, "eqns"):
         place = next(_narrowings(jaxpr, [True] * len(jaxpr.invars)), None)
-        if place is not None:
-            return f"fun itself casts down: {place}"
+        return "" if place is None else f"fun itself casts down: {place}"
     low = [
         (name, aval)
         for name, aval in zip(subject.outputs.names, subject.outputs.types, strict=True)
@@ -206,7 +205,7 @@ def precision(doubled: Doubled, product: Product) -> Verdict:
             changes = [_change(doubled, exact, point, want) for _ in range(2)]
         noise = [max(column) for column in zip(*changes, strict=True)]
         allowed = lambda k, leaf: probe.limits.allowed(leaf, noise[k], largest(leaf))  # noqa: E731
-        return compare(product(vector), want, allowed, names, [name] * len(names))
+        return compare(*masked(product(vector), want), allowed, names, [name] * len(names))
 
     found: list[Difference] = []
     for direction in probe.forward[-LINES:]:

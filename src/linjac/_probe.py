@@ -177,16 +177,25 @@ class Probe:
         return self.limits.allowed(want, self.noise_in[leaf], self.size_in[leaf])
 
     # comparisons ------------------------------------------------------------------------------------------------------
-    def pushed(self, product: Product, wanted: Product | None = None, count: int | None = None) -> list[Difference]:
-        """Where a product differs from `jax.jvp` (or another product) along the last `count` directions."""
+    def pushed(
+        self, product: Product, wanted: Product | None = None, count: int | None = None, *, finite: bool = False
+    ) -> list[Difference]:
+        """Where a product differs from `jax.jvp` (or another product) along the last `count` directions.
+
+        With `finite`, elements that are not finite on either side are left to another criterion.
+
+        Returns:
+            The worst difference of each pair of leaves.
+        """
         outputs, inputs = self.subject.outputs.names, self.subject.inputs.names
+        sides = masked if finite else _both
         found: list[Difference] = []
         start = 0 if count is None else max(0, len(self.forward) - count)
         for direction, push in list(zip(self.forward, self.pushes, strict=True))[start:]:
 
             def differ(vector: Flat, want: Any = None, name: str | None = None) -> list[Difference]:
                 want = (wanted or self.subject.jvp)(vector) if want is None else want
-                return compare(product(vector), want, self.allowed_out, outputs, [name] * len(outputs))
+                return compare(*sides(product(vector), want), self.allowed_out, outputs, [name] * len(outputs))
 
             name = None if direction.leaf is None else inputs[direction.leaf]
             bad = differ(direction.vector, push if wanted is None else None, name)
@@ -196,16 +205,19 @@ class Probe:
             found += bad
         return merged(found)
 
-    def pulled(self, product: Product, wanted: Product | None = None, count: int | None = None) -> list[Difference]:
-        """Where a transposed product differs from `jax.vjp` (or another one) along the last `count` directions."""
+    def pulled(
+        self, product: Product, wanted: Product | None = None, count: int | None = None, *, finite: bool = False
+    ) -> list[Difference]:
+        """The same for a transposed product and `jax.vjp`."""
         outputs, inputs = self.subject.outputs.names, self.subject.inputs.names
+        sides = masked if finite else _both
         found: list[Difference] = []
         start = 0 if count is None else max(0, len(self.reverse) - count)
         for direction, pull in list(zip(self.reverse, self.pulls, strict=True))[start:]:
 
             def differ(vector: Flat, want: Any = None, name: str | None = None) -> list[Difference]:
                 want = (wanted or self.subject.vjp)(vector) if want is None else want
-                return compare(product(vector), want, self.allowed_in, [name] * len(inputs), inputs)
+                return compare(*sides(product(vector), want), self.allowed_in, [name] * len(inputs), inputs)
 
             name = None if direction.leaf is None else outputs[direction.leaf]
             bad = differ(direction.vector, pull if wanted is None else None, name)
@@ -230,3 +242,15 @@ class Probe:
         for k, name in enumerate(names):
             found += [dataclasses.replace(bad, **{side: name}) for bad in differ(only(vector, k))]
         return found or whole
+
+
+def masked(got: Sequence[Any], want: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Both sides, with zeros where either is not finite."""
+    pairs = [(wide(a), wide(b)) for a, b in zip(got, want, strict=True)]
+    keep = [np.isfinite(a) & np.isfinite(b) for a, b in pairs]
+    sides = [[np.where(mask, pair[i], 0.0) for pair, mask in zip(pairs, keep, strict=True)] for i in (0, 1)]
+    return sides[0], sides[1]
+
+
+def _both(got: Sequence[Any], want: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    return got, want
