@@ -194,8 +194,8 @@ class _Signature:
             output: Output = traced.out_info[1].output
             _refuse_refs(self.who, captured)
             record, constants = _build(call._replace(traced=point), jaxpr, output, captured)
-            self._watch(call)
             _watch.traced(*_subject(call.target))
+            self._watch(call)
             if not in_trace(record.added):
                 self.records[id(jaxpr)] = record
         else:

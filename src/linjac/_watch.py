@@ -229,4 +229,4 @@ def name_of(fun: Any) -> str:
     """The name of a user's function; of its class where it has none."""
     while isinstance(fun, functools.partial):
         fun = fun.func
-    return getattr(fun, "__qualname__", None) or type(fun).__qualname__
+    return getattr(fun, "__qualname__", None) or getattr(fun, "__name__", None) or type(fun).__qualname__
