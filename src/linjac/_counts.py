@@ -21,6 +21,7 @@ BOUNDS = (*(float(f"{digit}e{power}") for power in range(-5, 1) for digit in (1,
 ROWS = 1000  # pairs of entry point and function that are told apart, and functions
 KINDS = 100  # errors, or lists of shapes, that are told apart within one pair
 OTHERS = "(others)"
+NOTED = 64  # calls that wait to be summed up at most
 PENDING = 64  # non-finite flags that wait on the device at most
 LEAVES = 8  # types shown of one call
 
@@ -30,6 +31,10 @@ _REMEDIES = {
     "max_signatures": "bring inputs to a few shapes (pad them), pass what changes as an array, define functions once, "
     "or raise the limit",
 }
+
+
+# a call, whether it was refused and its kind of error, its types, its flags
+type _Noted = tuple[Call, tuple[bool, str] | None, str | None, list[Any]]
 
 
 class Asked(NamedTuple):
@@ -46,11 +51,13 @@ class Counts:
     def __init__(self, limits: Mapping[str, int | None], asked: Asked) -> None:
         self.asked = asked
         self.completion, self._non_finite, self._shapes = asked
+        self.limited = any(limit is not None for limit in limits.values())
         self._max_directions = limits["max_directions"]
         self._max_result_bytes = limits["max_result_bytes"]
         self._max_signatures = limits["max_signatures"]
         self._lock = threading.RLock()  # around every count: a call is in a copy whole, or not at all
         self._fetching = threading.RLock()  # around what waits for a device
+        self._log: collections.deque[_Noted] = collections.deque()  # calls not yet in the rows
         self._rows: dict[tuple[str, str], _Row] = {}
         self._functions: dict[str, _Function] = {}
         self._outside: dict[str, _Function] = {}
@@ -60,31 +67,38 @@ class Counts:
     def clear(self) -> None:
         """Begin from zero."""
         with self._fetching, self._lock:
-            for counted in (self._rows, self._functions, self._outside, self._traces, self._pending):
+            for counted in (self._log, self._rows, self._functions, self._outside, self._traces, self._pending):
                 counted.clear()
 
     def copy(self) -> dict[str, Any]:
         """All of it, as dicts and lists."""
-        self._fetch(0)
-        with self._lock:
-            entries = [
-                {"entry": entry, "function": function, **row.counts(self.asked)}
-                for (entry, function), row in sorted(self._rows.items())
-            ]
-            functions = {name: function.counts() for name, function in sorted(self._functions.items())}
-            outside = {name: function.compiled() for name, function in sorted(self._outside.items())}
+        with self._fetching:
+            with self._lock:
+                self._sum()
+                rows = dict(sorted(self._rows.items()))
+                counted = {id(row): row.counts(self.asked) for row in rows.values()}
+                functions = {name: function.counts() for name, function in sorted(self._functions.items())}
+                outside = {name: function.compiled() for name, function in sorted(self._outside.items())}
+                taken = list(self._pending)
+                self._pending.clear()
+            for row, bad, failure in self._answer(taken):  # the flags of the calls that were copied
+                counted[id(row)]["non_finite"] += bad
+                if failure:
+                    _increase(counted[id(row)]["failed"], failure)
+        entries = [{"entry": key[0], "function": key[1], **counted[id(row)]} for key, row in rows.items()]
         totals = _totals(entries, list(functions.values()))
         return {"entries": entries, "functions": functions, "outside": outside, "totals": totals}
 
     # limits: asked before the work ------------------------------------------------------------------------------------
     def admit(self, entry: str, work: Work) -> None:
         """Refuse work beyond a limit."""
+        directions, _, _, result_bytes = work
         limit = self._max_directions
-        if limit is not None and work.directions > limit:
-            raise _beyond(entry, "max_directions", limit, work.directions)
+        if limit is not None and directions > limit:
+            raise _beyond(entry, "max_directions", limit, directions)
         limit = self._max_result_bytes
-        if limit is not None and work.result_bytes > limit:
-            raise _beyond(entry, "max_result_bytes", limit, work.result_bytes)
+        if limit is not None and result_bytes > limit:
+            raise _beyond(entry, "max_result_bytes", limit, result_bytes)
 
     def admit_signature(self, entry: str, function: str, place: Any, known: int) -> None:
         """Refuse one more trace of a function beyond the limit."""
@@ -97,28 +111,18 @@ class Counts:
 
     # what happens -----------------------------------------------------------------------------------------------------
     def finished(self, call: Call, result: Any, error: BaseException | None) -> None:
-        """Count one call."""
+        """Note one call; those noted are summed up some at a time, which costs each of them less."""
+        fault = None if error is None else (_is_refusal(error), _kind(error))
+        shapes = _described(call.given) if self._shapes else None
         flags: list[Any] = []
         if self._non_finite and error is None and not call.traced:
             flags = _watch.muted(_flags, call.look(result) if call.look else result)
-        shapes = _described(call.given) if self._shapes else None
-        key = (call.entry, call.function)
-        with self._lock:
-            row = self._rows.get(key) or self._new_row(*key)
-            if call.traced:
-                row.traced_calls += 1
-            else:
-                row.calls += 1
-            if error is not None:
-                _increase(row.refused if _is_refusal(error) else row.failed, _kind(error))
-            elif not call.traced:
-                row.returned(call, self.completion)
-            if shapes is not None:
-                _increase(row.shapes, shapes)
-            if flags:
-                self._pending.append((row, flags))
-        if len(self._pending) > PENDING:
-            self._fetch(PENDING // 2)
+        self._log.append((call, fault, shapes, flags))
+        if len(self._log) >= NOTED:
+            with self._lock:
+                self._sum()
+            if len(self._pending) > PENDING:
+                self._fetch(PENDING // 2)
 
     def traced(self, function: str, place: Any, again: bool) -> None:
         """Count one trace of a function."""
@@ -136,6 +140,18 @@ class Counts:
             counted.compiles += 1
             counted.seconds += seconds
 
+    def _sum(self) -> None:
+        """Take what was noted into the rows; under the lock."""
+        for _ in range(len(self._log)):
+            call, fault, shapes, flags = self._log.popleft()
+            key = (call.entry, call.function)
+            row = self._rows.get(key) or self._new_row(*key)
+            row.add(call, fault, self.completion)
+            if shapes is not None:
+                _increase(row.shapes, shapes)
+            if flags:
+                self._pending.append((row, flags))
+
     def _new_row(self, entry: str, function: str) -> "_Row":
         return self._rows.setdefault((entry, function if len(self._rows) < ROWS else OTHERS), _Row())
 
@@ -144,12 +160,16 @@ class Counts:
         with self._fetching:
             with self._lock:
                 taken = [self._pending.popleft() for _ in range(len(self._pending) - left)]
-            answers = [(row, *_answer(flags)) for row, flags in taken]
-            with self._lock:
-                for row, bad, failure in answers:
-                    row.non_finite += bad
-                    if failure:
-                        _increase(row.failed, failure)
+            self._answer(taken)
+
+    def _answer(self, taken: list[tuple["_Row", list[Any]]]) -> list[tuple["_Row", bool, str]]:
+        answers = [(row, *_answer(flags)) for row, flags in taken]
+        with self._lock:
+            for row, bad, failure in answers:
+                row.non_finite += bad
+                if failure:
+                    _increase(row.failed, failure)
+        return answers
 
 
 def _beyond(entry: str, name: str, allowed: int, wanted: int, whose: str = "") -> LimitError:
@@ -185,8 +205,17 @@ class _Row:
         self.failed: dict[str, int] = {}
         self.shapes: dict[str, int] = {}
 
-    def returned(self, call: Call, completion: bool) -> None:
-        """A call that did what it was to do."""
+    def add(self, call: Call, fault: tuple[bool, str] | None, completion: bool) -> None:
+        """One call; `fault` is whether linjac refused it, and the kind of error."""
+        if call.traced:
+            self.traced_calls += 1
+        else:
+            self.calls += 1
+        if fault is not None:
+            _increase(self.refused if fault[0] else self.failed, fault[1])
+            return
+        if call.traced:
+            return
         if call.work is not None:
             directions, sweeps, chunks, _ = call.work
             self.directions += directions

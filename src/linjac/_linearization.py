@@ -379,7 +379,7 @@ class Linearization(Operator):
 
         if _watch.active:
             chunks, size = balanced(count, limit)
-            _watch.admit(count, chunks * size, chunks, count * _work_of_product(program, direction).result_bytes)
+            _watch.admit(count, chunks * size, chunks, count * _work_of_product(program, direction)[3])
 
         def run(data: Data, batch: list[Any]) -> list[Any]:
             like = [*data.point, *data.constants, *data.residuals, *batch]
@@ -395,7 +395,7 @@ def _work_of_product(program: Program, direction: str) -> _watch.Work:
     known: _watch.Work | None = program.notes.get(key)
     if known is None:
         space = program.outputs if direction == "forward" else program.inputs
-        known = program.notes[key] = _watch.Work(1, 1, 1, sum(map(bytes_of, space.avals)))
+        known = program.notes[key] = (1, 1, 1, sum(map(bytes_of, space.avals)))
     return known
 
 

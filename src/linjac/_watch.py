@@ -11,7 +11,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.core
@@ -21,19 +21,17 @@ from linjac._tree import in_trace
 _REMEMBERED = 10_000  # functions known to have been traced
 
 
-class Work(NamedTuple):
-    """What a call is about to do."""
-
-    directions: int  # asked for
-    sweeps: int  # pushed or pulled to get them
-    chunks: int  # runs of a compiled body
-    result_bytes: int
+# What a call is about to do: directions asked for, sweeps pushed or pulled to get them, runs of a compiled body, bytes
+# of the result. A plain tuple, since one is made at every call.
+type Work = tuple[int, int, int, int]
 
 
+@runtime_checkable
 class Watcher(Protocol):
     """What is told about every call while it is among the active."""
 
-    completion: bool
+    completion: bool  # whether it wants to know when the result is there
+    limited: bool  # whether it may refuse work
 
     def admit(self, entry: str, work: Work) -> None:
         """Raise where the work is beyond a limit."""
@@ -49,6 +47,9 @@ class Watcher(Protocol):
 
     def finished(self, call: "Call", result: Any, error: BaseException | None) -> None:
         """The outermost call of a thread is over."""
+
+
+_TRACER, _ARRAY = jax.core.Tracer, jax.Array
 
 
 class Call:
@@ -72,9 +73,9 @@ def _is_traced(tree: Any) -> bool:
         if not tree:
             return False
         tree = next(iter(tree.values())) if kind is dict else tree[0]
-    if isinstance(tree, jax.core.Tracer):
+    if isinstance(tree, _TRACER):
         return True
-    return not isinstance(tree, jax.Array) and in_trace(jax.tree_util.tree_leaves(tree)[:1])
+    return not isinstance(tree, _ARRAY) and in_trace(jax.tree_util.tree_leaves(tree)[:1])
 
 
 # which monitors are on ------------------------------------------------------------------------------------------------
@@ -152,7 +153,8 @@ def watched(
         if work is not None:
             call.work = work
             for watcher in watchers:
-                watcher.admit(entry, work)
+                if watcher.limited:
+                    watcher.admit(entry, work)
         result = run(*args, **kwargs)
         call.dispatch = time.perf_counter() - start
         call.traced = _is_traced(result)
@@ -167,11 +169,13 @@ def watched(
             call.traced = in_trace(jax.tree_util.tree_leaves((args, dict(kwargs))))
             for watcher in watchers:
                 watcher.finished(call, None, err)
+            call.given = call.look = None
         raise
     state.call = outer
     if outer is None:
         for watcher in watchers:
             watcher.finished(call, result, None)
+        call.given = call.look = None  # monitors may keep the call for a while: without anybody's data
     return result
 
 
@@ -200,9 +204,10 @@ def admit(directions: int, sweeps: int, chunks: int, result_bytes: int) -> None:
     call = _here.state.call
     if call is None:
         return
-    call.work = work = Work(directions, sweeps, chunks, result_bytes)
+    call.work = work = (directions, sweeps, chunks, result_bytes)
     for watcher in call.watchers:
-        watcher.admit(call.entry, work)
+        if watcher.limited:
+            watcher.admit(call.entry, work)
 
 
 def admit_signature(who: str, function: str, place: Any, known: int) -> None:
