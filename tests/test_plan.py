@@ -86,6 +86,18 @@ def test_one_complex_end_is_seeded_at_the_real_one():
     assert (plan.sweeps, plan.m) == (6, 3)
 
 
+def test_a_tie_through_a_scan_is_pushed_forward():
+    """Forward keeps nothing of the steps; a dense tie outside a scan is pulled back."""
+    W = jnp.eye(3)
+
+    def looped(x):
+        return jax.lax.scan(lambda c, _: (jnp.tanh(W @ c), None), x, None, length=4)[0]
+
+    assert linjac.plan_jacobian(looped)(X3).mode == "fwd"
+    assert linjac.plan_jacobian(lambda x: W @ jnp.tanh(W @ x))(X3).mode == "rev"
+    close(linjac.jacobian(looped)(X3), jax.jacrev(looped)(X3))
+
+
 @pytest.mark.parametrize("scenario", [pytest.param(s, id=s.name) for s in SCENARIOS if not (s.reverse and s.forward)])
 def test_what_only_one_mode_can_do_is_done_in_that_mode(scenario):
     """For `custom_vjp` forward is still possible, through the transposed pullback."""
