@@ -32,7 +32,7 @@ _CHECKED = (
         "_errors",
     ),
     *("_guard", "_kernel", "_measure", "_memory", "_options", "_plan", "_program", "_residuals", "_space", "_sweeps"),
-    *("_tracing", "_tree", "_counts", "_watch"),
+    *("_tracing", "_tree", "_counts", "_watch", "_timing", "_mode_report"),
 )
 
 if os.environ.get("LINJAC_TEST_TYPES", "1") != "0":
