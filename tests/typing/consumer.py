@@ -33,3 +33,8 @@ plan = linjac.plan_jacobian(fun)(x)
 assert_type(plan.rows, tuple[str, ...])
 assert_type(plan.compile(), int)
 linjac.jacobian(fun, mode=plan)
+
+with linjac.Monitor(max_directions=8) as monitor:
+    assert_type(monitor, linjac.Monitor)
+assert_type(monitor.start(), linjac.Monitor)
+assert_type(monitor.snapshot(), dict[str, Any])
