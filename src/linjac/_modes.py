@@ -326,60 +326,6 @@ class _Seen(NamedTuple):
         return Timing(label, plan, compile_seconds, from_cache, scratch, self.result_bytes, self.calls, tuple(seconds))
 
 
-def _report(asked: _Asked, ways: _Ways) -> ModeReport:
-    """Compile and compare the candidates one after the other, then let them take turns."""
-    by_size = ways.way.plan("auto", None)
-    candidates = _candidates(asked, ways.way, by_size)
-    blocks = _Blocks(by_size, asked.rtol)
-    ruled_out = list(by_size.ruled_out)
-    seen: list[_Seen] = []
-    failures: list[Exception] = []
-    for candidate in [*candidates, *(ways.yardsticks() if asked.yardsticks else [])]:
-        try:
-            runnable = candidate.compile()
-            result = jax.block_until_ready(runnable.run())
-        except Exception as err:
-            if candidate.plan is not None and not isinstance(err, jax.errors.JaxRuntimeError):
-                raise
-            failures.append(err)
-            ruled_out.append((candidate.label, f"{type(err).__name__}: {first_line(err)}"))
-            continue
-        leaves = _moving(result)
-        blocks.add(candidate, leaves)
-        size = sum(leaf.nbytes for leaf in leaves)
-        del result, leaves  # not to be held while it is timed
-        seen.append(_Seen(candidate, runnable, size, calls_in_sample(warm_seconds(runnable.run))))
-    times = in_turns(
-        [one.runnable.run for one in seen],
-        [one.calls for one in seen],
-        rounds=asked.rounds,
-        seconds=asked.seconds,
-        least=LEAST,
-    )
-    timings = [one.timing(row) for one, row in zip(seen, times, strict=True)]
-    mine = [timing for timing in timings if timing.plan is not None]
-    if not mine:
-        raise failures[-1]
-    winner = agreed(-1 if (place := clear_winner(mine, blocks.agreement)) is None else place)
-    same = [timing for timing in mine if timing.plan is not None and timing.plan.mode == by_size.mode]
-    plan = (mine[winner] if winner >= 0 else [*same, *mine][0]).plan
-    assert plan is not None
-    return ModeReport(
-        title=ways.title,
-        m=by_size.m,
-        n=by_size.n,
-        candidates=tuple(mine),
-        yardsticks=tuple(timing for timing in timings if timing.plan is None),
-        ruled_out=tuple(ruled_out),
-        agreement=tuple(blocks.agreement),
-        tolerances="from the dtype" if asked.rtol is None else "given",
-        winner=mine[winner].label if winner >= 0 else None,
-        plan=plan,
-        compiled=ways.way.compiled,
-        environment=environment(),
-    )
-
-
 class _Blocks:
     """The blocks of the first candidate, and how far those of the others are from them."""
 
@@ -426,3 +372,63 @@ def _difference(first: Any, other: Any) -> tuple[float, bool]:
     first, other = first[finite], other[finite]
     scale = max(float(np.abs(array).max(initial=0.0)) for array in (first, other)) or 1.0
     return float(np.abs(first / scale - other / scale).max(initial=0.0)), bool(same)
+
+
+class _Prepared(NamedTuple):
+    """What is ready to be timed, what is not and why, and whether all return the same."""
+
+    seen: list[_Seen]
+    ruled_out: list[tuple[str, str]]
+    agreement: list[Agreement]
+
+
+def _prepare(candidates: Sequence[_Candidate], blocks: _Blocks) -> _Prepared:
+    """Compile, call and compare the candidates one after the other, so that few results are held at once."""
+    seen: list[_Seen] = []
+    failed: list[tuple[str, Exception]] = []
+    for candidate in candidates:
+        try:
+            runnable = candidate.compile()
+            result = jax.block_until_ready(runnable.run())
+        except Exception as err:  # out of memory, say; a yardstick may refuse the function
+            if candidate.plan is not None and not isinstance(err, jax.errors.JaxRuntimeError):
+                raise
+            failed.append((candidate.label, err))
+            continue
+        leaves = _moving(result)
+        blocks.add(candidate, leaves)
+        size = sum(leaf.nbytes for leaf in leaves)
+        del result, leaves
+        seen.append(_Seen(candidate, runnable, size, calls_in_sample(warm_seconds(runnable.run))))
+    if all(one.candidate.plan is None for one in seen):
+        raise failed[0][1]
+    ruled_out = [(label, f"{type(err).__name__}: {first_line(err)}") for label, err in failed]
+    return _Prepared(seen, ruled_out, blocks.agreement)
+
+
+def _report(asked: _Asked, ways: _Ways) -> ModeReport:
+    """Prepare the candidates, let them take turns, and say who won."""
+    by_size = ways.way.plan("auto", None)
+    candidates = [*_candidates(asked, ways.way, by_size), *(ways.yardsticks() if asked.yardsticks else [])]
+    seen, ruled_out, agreement = _prepare(candidates, _Blocks(by_size, asked.rtol))
+    runs, calls = [one.runnable.run for one in seen], [one.calls for one in seen]
+    times = in_turns(runs, calls, rounds=asked.rounds, seconds=asked.seconds, least=LEAST)
+    timings = [one.timing(row) for one, row in zip(seen, times, strict=True)]
+    mine = [(timing, timing.plan) for timing in timings if timing.plan is not None]
+    winner = clear_winner([timing for timing, _ in mine], agreement)
+    winner = agreed(-1 if winner is None else winner)
+    in_mode_of_size = [plan for _, plan in mine if plan.mode == by_size.mode]
+    return ModeReport(
+        title=ways.title,
+        m=by_size.m,
+        n=by_size.n,
+        candidates=tuple(timing for timing, _ in mine),
+        yardsticks=tuple(timing for timing in timings if timing.plan is None),
+        ruled_out=(*by_size.ruled_out, *ruled_out),
+        agreement=tuple(agreement),
+        tolerances="from the dtype" if asked.rtol is None else "given",
+        winner=mine[winner][0].label if winner >= 0 else None,
+        plan=mine[winner][1] if winner >= 0 else [*in_mode_of_size, mine[0][1]][0],
+        compiled=ways.way.compiled,
+        environment=environment(),
+    )
