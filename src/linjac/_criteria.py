@@ -92,9 +92,9 @@ def types(case: Case) -> Verdict:
     if case.linear_fn.shape != size:
         bad.append(f"shape: expected {size} (rows are outputs, columns are inputs), got {case.linear_fn.shape}")
     bad += _unlike(moving(case.value), subject.outputs)
-    if probe.forward:
+    if probe.forward and not bad:
         bad += _unlike(case.push(probe.forward[-1].vector), subject.outputs)
-    if probe.reverse and subject.no_reverse is None:
+    if probe.reverse and not bad and subject.no_reverse is None:
         bad += _unlike(case.pull(probe.reverse[-1].vector), subject.inputs)
     return Verdict(_places([line for line in bad if not line.startswith("shape")]), "; ".join(bad[:5]), bool(bad))
 
@@ -200,6 +200,8 @@ def finite_forward(case: Case) -> Verdict:
     found = nonfinite(moving(case.subject.value), outputs, [None] * len(outputs))
     for direction in case.probe.forward:
         name = None if direction.leaf is None else inputs[direction.leaf]
+        if name is None and found:
+            break
         found += nonfinite(case.push(direction.vector), outputs, [name] * len(outputs))
     return Verdict(merged(found))
 
@@ -212,6 +214,8 @@ def finite_reverse(case: Case) -> Verdict:
     found: list[Difference] = []
     for direction in case.probe.reverse:
         name = None if direction.leaf is None else outputs[direction.leaf]
+        if name is None and found:
+            break
         found += nonfinite(case.pull(direction.vector), [name] * len(inputs), inputs)
     return Verdict(merged(found))
 

@@ -168,7 +168,7 @@ def _order(center: Any, ahead: Sequence[Vector], steps: Sequence[float], product
         for first, second, wide, narrow in pairs
         if math.isfinite(first) and second > floor
     ]
-    return float(np.median(orders[-3:])) if orders else None
+    return float(np.median(orders[-2:])) if orders else None
 
 
 def _ravel(leaves: Vector) -> Any:

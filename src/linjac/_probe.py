@@ -34,7 +34,8 @@ class Verdict(NamedTuple):
 def decide(stage: str, name: str, run: Callable[[], Verdict]) -> Criterion:
     """Run one criterion; an exception in it is a failure like any other."""
     try:
-        found = run()
+        with np.errstate(all="ignore"):
+            found = run()
     except SkipError as reason:
         return Criterion(name, stage, SKIPPED, str(reason))
     except Exception as err:
