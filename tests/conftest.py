@@ -33,6 +33,7 @@ _CHECKED = (
     ),
     *("_guard", "_kernel", "_measure", "_memory", "_options", "_plan", "_program", "_residuals", "_space", "_sweeps"),
     *("_tracing", "_tree", "_counts", "_watch", "_timing", "_mode_report"),
+    *("_archive", "_compare", "_described", "_differences", "_fingerprint", "_observe", "_origin", "_tape"),
 )
 
 if os.environ.get("LINJAC_TEST_TYPES", "1") != "0":

@@ -201,8 +201,8 @@ def single(jaxpr: Jaxpr, eqn: Any) -> Callable[..., list[Any]]:
     return run
 
 
-def _inner(eqn: Any) -> Jaxpr | None:
-    """The program of a call."""
+def _inner(eqn: Any) -> Any:
+    """The program of a call, or None."""
     return next(subjaxprs(eqn), None)
 
 
