@@ -34,7 +34,7 @@ _REMEDIES = {
 
 
 # a call, whether it was refused and its kind of error, its types, its flags
-type _Noted = tuple[Call, tuple[bool, str] | None, str | None, list[Any]]
+type _Noted = tuple[Call, tuple[bool, str] | None, str | None, list[Any] | None]
 
 
 class Asked(NamedTuple):
@@ -114,7 +114,7 @@ class Counts:
         """Note one call; those noted are summed up some at a time, which costs each of them less."""
         fault = None if error is None else (_is_refusal(error), _kind(error))
         shapes = _described(call.given) if self._shapes else None
-        flags: list[Any] = []
+        flags = None
         if self._non_finite and error is None and not call.traced:
             flags = _watch.muted(_flags, call.look(result) if call.look else result)
         self._log.append((call, fault, shapes, flags))

@@ -49,7 +49,7 @@ class Watcher(Protocol):
         """The outermost call of a thread is over."""
 
 
-_TRACER, _ARRAY = jax.core.Tracer, jax.Array
+_concrete: set[type] = set()  # the classes of arrays that were seen, tracers apart
 
 
 class Call:
@@ -69,13 +69,18 @@ class Call:
 
 def _is_traced(tree: Any) -> bool:
     """Whether a result belongs to an enclosing transformation, by its first leaf: called at every watched call."""
-    while (kind := type(tree)) is dict or kind is tuple or kind is list:
-        if not tree:
-            return False
-        tree = next(iter(tree.values())) if kind is dict else tree[0]
-    if isinstance(tree, _TRACER):
-        return True
-    return not isinstance(tree, _ARRAY) and in_trace(jax.tree_util.tree_leaves(tree)[:1])
+    while (kind := type(tree)) not in _concrete:
+        if kind is dict or kind is tuple or kind is list:
+            if not tree:
+                return False
+            tree = next(iter(tree.values())) if kind is dict else tree[0]
+        elif isinstance(tree, jax.core.Tracer):
+            return True
+        elif issubclass(kind, jax.Array):
+            _concrete.add(kind)
+        else:
+            return in_trace(jax.tree_util.tree_leaves(tree)[:1])
+    return False
 
 
 # which monitors are on ------------------------------------------------------------------------------------------------

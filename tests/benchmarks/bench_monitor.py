@@ -2,14 +2,12 @@
 
     python tests/benchmarks/bench_monitor.py [calls] [options] [threads]
 
-A candidate is a loop of calls in which the monitor is on or off throughout, timed by the processor time of its own
-thread (of the process, for eight threads): what a monitor adds is Python in the thread that calls, and so the figure
-holds on a machine that others use too. The figures are differences per call between two candidates in the same round,
-their median over rounds.
+A candidate is a short loop of calls in which the monitor is on or off throughout. The candidates take turns, and the
+figure is the least that one took minus the least that the other took, per call: what a monitor adds is a few
+microseconds of Python, which the work of others on the machine would bury in any other statistic.
 """
 
 import random
-import statistics
 import sys
 import threading
 import time
@@ -23,8 +21,8 @@ from timing import header, per_call, row
 import linjac
 from linjac import _watch
 
-LOOP = 200  # calls in one loop
-ROUNDS = 61
+LOOP = 64  # calls in one loop
+ROUNDS = 300
 X = jnp.ones(8)
 BATCH = jnp.ones((5, 8))
 TREE = {f"layer{i}": jnp.ones(3) for i in range(100)}
@@ -65,26 +63,20 @@ def loop(call: Callable[[], Any], monitor: linjac.Monitor | None = None) -> Call
     return run
 
 
-def added(
-    candidates: Mapping[str, Callable[[], Any]], clock: Callable[[], float] = time.thread_time
-) -> dict[str, tuple[float, float]]:
-    """Microseconds per call of each candidate beyond `off`, and the least that it took itself."""
+def added(candidates: Mapping[str, Callable[[], Any]]) -> dict[str, tuple[float, float]]:
+    """Microseconds per call of each candidate beyond `off`, and by itself."""
     order, shuffle = list(candidates), random.Random(0).shuffle
-    samples: dict[str, list[float]] = {name: [] for name in order}
+    least = dict.fromkeys(order, float("inf"))
     for call in candidates.values():
         jax.block_until_ready(call())
     for _ in range(ROUNDS):
         shuffle(order)
         for name in order:
-            start = clock()
+            start = time.perf_counter()
             out = candidates[name]()
-            samples[name].append((clock() - start) / LOOP * 1e6)
+            least[name] = min(least[name], (time.perf_counter() - start) / LOOP * 1e6)
             jax.block_until_ready(out)
-    found: dict[str, tuple[float, float]] = {}
-    for name in candidates:
-        pairs = zip(samples[name], samples["off"], strict=True)
-        found[name] = statistics.median(a - b for a, b in pairs), min(samples[name])
-    return found
+    return {name: (least[name] - least["off"], least[name]) for name in candidates}
 
 
 def each_call() -> None:
@@ -143,7 +135,7 @@ def threads() -> None:
 
         return run
 
-    found = added({"off": together(None), "on": together(linjac.Monitor())}, time.process_time)
+    found = added({"off": together(None), "on": together(linjac.Monitor())})
     more = found["on"][0]
     row("on", f"{more:.1f} (the call {found['off'][1]:.0f})", "<= 5", more <= 5)
 
