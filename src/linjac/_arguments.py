@@ -123,6 +123,10 @@ class Call(NamedTuple):
             names += _leaf_paths(arg, f"{root}[{i - shift}]" if i >= shift else f"fun.args[{i}]")
         return names + [name for key in sorted(self.kwargs) for name in _leaf_paths(self.kwargs[key], key)]
 
+    def traced_names(self, root: str) -> list[str]:
+        """The names of the traced leaves alone."""
+        return [name for name, mark in zip(self.names(root), self.layout.statics, strict=True) if mark is TRACED]
+
     def selected(self, root: str) -> tuple[PyTreeDef, PyTreeDef, list[tuple[str, int | None, bool]]]:
         """The positions that move, as one tree with None kept as a leaf.
 
@@ -178,7 +182,7 @@ def take_apart(
             statics.append(TRACED)
         elif _is_traced(leaf):
             given_types += _is_type(leaf)
-            traced.append(leaf if _is_type(leaf) else jax.numpy.asarray(leaf))
+            traced.append(leaf if _is_type(leaf) else _as_array(leaf))
             statics.append(TRACED)
         else:
             statics.append(leaf)
@@ -188,9 +192,16 @@ def take_apart(
     if fixed:
         _check_hashable(who, root, call)
     if given_types and not abstract:
-        bad = [f"{name}: {short(leaf)}" for name, leaf in zip(call.names(root), leaves, strict=True) if _is_type(leaf)]
+        pairs = zip(call.traced_names(root), traced, strict=True)
+        bad = [f"{name}: {short(leaf)}" for name, leaf in pairs if _is_type(leaf)]
         raise TypeError(compose(who, "these arguments are types without values", bad, "pass arrays"))
     return call
+
+
+def _as_array(leaf: Any) -> Any:
+    """A number or NumPy array as an array with a value, inside `jax.jit` too."""
+    with jax.ensure_compile_time_eval():
+        return jax.numpy.asarray(leaf)
 
 
 def _is_type(leaf: Any) -> bool:

@@ -4,6 +4,7 @@ Outputs are outside, then the differentiated arguments, then their leaves; a blo
 and the standard promotion of both dtypes. This module must not know how parts come about.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,7 +59,8 @@ def _flat(part: Any, forward: bool) -> Any:
     sharding = explicit_sharding(type_of(part))
     if sharding is not None:
         part = jax.sharding.reshard(part, NamedSharding(sharding.mesh, P(*[None] * part.ndim)))
-    return part.reshape((-1, part.shape[-1]) if forward else (part.shape[0], -1))
+    axes = part.shape[:-1] if forward else part.shape[1:]
+    return part.reshape((math.prod(axes), part.shape[-1]) if forward else (part.shape[0], math.prod(axes)))
 
 
 def block_tree(who: str, program: Program, blocks: list[list[Any]], *, single: bool, allow_int: bool) -> Any:
@@ -82,7 +84,7 @@ def _zero_block(out: Any, into: Any) -> Any:
     return np.zeros(out.shape + into.shape, float0)
 
 
-def unflatten_matrix(program: Program, matrix: Any, *, single: bool) -> Any:
+def unflatten_matrix(program: Program, matrix: Any, *, single: bool, allow_int: bool) -> Any:
     """The tree of blocks of a dense matrix."""
     array = jnp.asarray(matrix)
     rows: list[list[Any]] = []
@@ -98,4 +100,4 @@ def unflatten_matrix(program: Program, matrix: Any, *, single: bool) -> Any:
             before += width
         rows.append(blocks)
         above += height
-    return block_tree("JacobianPlan.unflatten", program, rows, single=single, allow_int=False)
+    return block_tree("JacobianPlan.unflatten", program, rows, single=single, allow_int=allow_int)

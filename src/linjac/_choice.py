@@ -15,7 +15,7 @@ from linjac._directions import BUDGET, FLOOR, balanced
 from linjac._errors import ModeError, compose
 from linjac._plan import DIRECTION, OTHER, JacobianPlan, Options, Side
 from linjac._program import Data, Program, TracedProgram, bytes_of_direction, first_line
-from linjac._sweeps import Recipe
+from linjac._sweeps import Recipe, ends
 from linjac._tree import is_complex, promoted, size_of
 
 CLOSE = 4.0  # sizes within this factor of each other decide nothing alone
@@ -69,7 +69,8 @@ def _place_of(program: Program, primitive: str) -> str:
     jaxpr = getattr(program, "primal", None) or (program.kernel and program.kernel.linear)
     for eqn in equations(jaxpr) if jaxpr is not None else ():
         if eqn.primitive.name == primitive:
-            return f" at {place_of(eqn)}"
+            place = place_of(eqn)
+            return f" at {place}" if place else " in JAX's own code"
     return ""
 
 
@@ -94,6 +95,8 @@ def make_plan(who: str, program: Program, data: Data, options: Options) -> Jacob
     if options.layout == "matrix":
         result = m * n * promoted([*program.outputs.avals, *program.inputs.avals]).itemsize
     scratch = size * factor * _per_direction(program, recipe.direction) + program.residual_bytes
+    if _is_copied(program, recipe.direction, options.layout):
+        scratch += result
     return JacobianPlan(
         mode=mode,
         m=m,
@@ -105,13 +108,24 @@ def make_plan(who: str, program: Program, data: Data, options: Options) -> Jacob
         result_bytes=result,
         scratch_bytes=scratch if count and m * n else 0,
         ruled_out=tuple(refused.items()),
-        notes=(*notes, *more),
+        notes=(*notes, *more, *(() if program.maps(recipe.direction, data) or count < 2 else (_UNMAPPED,))),
         row_leaves=_side(program.outputs.names, "cotangent", "output", program.outputs.avals),
         column_leaves=_columns(program),
         recipe=recipe._replace(chunk_size=max(1, size)),
         options=options,
         program=program,
     )
+
+
+_UNMAPPED = "one direction at a time: jax.vmap cannot map a host callback of this kind"
+
+
+def _is_copied(program: Program, direction: str, layout: str) -> bool:
+    """Whether the result is cut or joined from the parts of the sweeps: it is then scratch once more."""
+    near, far = ends(program, direction)
+    dtype = promoted([*near.avals, *far.avals])
+    cast = any(aval.dtype != dtype for aval in far.avals)
+    return cast or len((near if layout == "blocks" else far).avals) > 1
 
 
 def _side(names: Sequence[str], old: str, new: str, avals: Sequence[Any]) -> Side:
@@ -147,12 +161,12 @@ def _resolve_mode(
         return available[0], _custom_note(program, available[0])
     if program.inputs.is_complex != program.outputs.is_complex:  # one sweep each, instead of two
         return ("rev" if program.inputs.is_complex else "fwd"), ("one end is complex: seeds at the real end",)
-    mode = _by_size(program, data, m, n)
+    mode = _by_size(program, data, m, n, options)
     near = m and n and max(m, n) <= CLOSE * min(m, n)
     return mode, ("sizes are close: consider mode='measure'",) if near else ()
 
 
-def _by_size(program: Program, data: Data, m: int, n: int) -> str:
+def _by_size(program: Program, data: Data, m: int, n: int, options: Options) -> str:
     """The fewer sweeps; in a tie, whichever was measured to be faster for such a program."""
     kernel = program.kernel
     if kernel is None:
@@ -161,6 +175,9 @@ def _by_size(program: Program, data: Data, m: int, n: int) -> str:
         return "fwd"
     if n != m:
         return "fwd" if n < m else "rev"
+    copied = [_is_copied(program, direction, options.layout) for direction in ("forward", "reverse")]
+    if copied[0] != copied[1] and n * m * 4 >= BUDGET:
+        return "rev" if copied[0] else "fwd"
     if kernel.primitives & _MOVES and not kernel.primitives & (_MATMULS | _LOOPED) and not _SHIFTS_FUSE:
         return "rev"
     chunked = balanced(n, _limit(program, data, "fwd", Options()))[0] > 1
@@ -258,7 +275,7 @@ def _per_direction(program: Program, direction: str) -> int:
 def _limit(program: Program, data: Data, mode: str, options: Options) -> int:
     """Directions in a chunk: all of them while they fit the budget, else as many as fit."""
     count = program.inputs.size if mode == "fwd" else program.outputs.size
-    if options.chunk_size is None and not program.maps(DIRECTION[mode], data):
+    if not program.maps(DIRECTION[mode], data):
         return 1
     per_direction = _per_direction(program, DIRECTION[mode])
     if options.chunk_size is not None:

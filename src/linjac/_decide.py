@@ -3,6 +3,8 @@
 Decisions are kept with the program, so that a call at a new point costs a look-up.
 """
 
+import jax
+
 from linjac import _watch
 from linjac._acceptance import check_inputs, check_outputs
 from linjac._choice import make_plan
@@ -11,7 +13,7 @@ from linjac._measure import fastest, with_note
 from linjac._memory import memory_of
 from linjac._plan import JacobianPlan, Options
 from linjac._program import Data, Program, alive
-from linjac._tree import in_trace
+from linjac._tree import in_trace, inside_transformation
 
 SMALL = 1 << 20  # bytes of a result that is not compared with the memory there is
 
@@ -44,6 +46,15 @@ def admit(plan: JacobianPlan) -> None:
     _watch.admit(plan.n if plan.mode == "fwd" else plan.m, plan.sweeps, plan.chunks, plan.result_bytes)
 
 
+def _no_measurement(program: Program, data: Data) -> str:
+    """Why nothing can be timed, or an empty string."""
+    if not program.compiled:
+        return "op by op"
+    if in_trace(*data) or inside_transformation():
+        return "inside a trace, with no cached answer"
+    return "types without values" if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in data.point) else ""
+
+
 def _measured(who: str, program: Program, data: Data, options: Options) -> JacobianPlan:
     """The cached answer of a measurement, a new one, or under tracing the size rule; the plan says which."""
     key = ("measured", options)
@@ -51,9 +62,9 @@ def _measured(who: str, program: Program, data: Data, options: Options) -> Jacob
     if known is not None:
         return known
     by_size = make_plan(who, program, data, options._replace(mode="auto"))
-    if not program.compiled or in_trace(*data):
-        why = "op by op" if not program.compiled else "inside a trace, with no cached answer"
-        return with_note(by_size, f"not measured: {why}; chosen by the size rule")
+    obstacle = _no_measurement(program, data)
+    if obstacle:
+        return with_note(by_size, f"not measured: {obstacle}; chosen by the size rule")
     admit(by_size)
     found = fastest(who, program, data, by_size)
     program.notes[key] = found

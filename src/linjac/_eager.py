@@ -9,14 +9,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from linjac._arguments import Call
+from linjac._arguments import TRACED, Call
 from linjac._constants import surface
 from linjac._kernel import Kernel
-from linjac._program import Data, Program, input_space, output_space
+from linjac._program import CONTROL_FLOW, Data, Program, input_space, output_space
 from linjac._residuals import Source
 from linjac._tracing import Output, call_flat
-from linjac._tree import is_inexact, manual_axes, type_of, vary
+from linjac._tree import in_trace, is_inexact, manual_axes, type_of, vary
 
 
 class EagerProgram(Program):
@@ -30,6 +31,7 @@ class EagerProgram(Program):
         self.primal: Any = None  # its jaxpr, to name an obstacle by its place
         self._call: Callable[..., Any] = call.target.bind()
         types = [type_of(leaf) for leaf in call.traced]
+        self._given = _as_given(call)
         inputs, self.moving = input_space(call, types)
         self._layout = call.layout
         self._inputs = inputs
@@ -44,7 +46,7 @@ class EagerProgram(Program):
 
     def _split(self, point: Sequence[Any], outputs: list[Output]) -> Callable[..., tuple[list[Any], list[Any]]]:
         def moved(*tangible: Any) -> tuple[list[Any], list[Any]]:
-            leaves = list(point)
+            leaves = [leaf if given is None else given for leaf, given in zip(point, self._given, strict=True)]
             for i, leaf in zip(self.moving, tangible, strict=True):
                 leaves[i] = leaf
             try:
@@ -70,7 +72,7 @@ class EagerProgram(Program):
             try:
                 _, linear, outs = jax.linearize(moved, *[point[i] for i in self.moving], has_aux=True)
             except Exception as err:
-                if self._fault:
+                if self._fault or isinstance(err, CONTROL_FLOW):
                     raise
                 # An obstacle to differentiation, or a fault of fun itself: the latter comes again when it is called.
                 done = self.evaluate(point)
@@ -143,6 +145,13 @@ class EagerProgram(Program):
         return list(pullback(list(cotangents)))
 
 
+def _as_given(call: Call) -> list[Any]:
+    """For each traced leaf the number or NumPy array that was given (inside `jax.jit` it has a value), or None."""
+    leaves = jax.tree_util.tree_leaves((call.args, call.kwargs))
+    kept = [leaf for leaf, static in zip(leaves, call.layout.statics, strict=True) if static is TRACED]
+    return [leaf if isinstance(leaf, float | complex | np.ndarray | np.generic) else None for leaf in kept]
+
+
 def _raised_by_jax(err: Exception) -> bool:
     """Whether JAX raised this, and not the user's function; the traceback must not be filtered yet."""
     trace = err.__traceback__
@@ -169,6 +178,9 @@ def linearize(who: str, call: Call, *, has_aux: bool, stored: bool) -> Evaluated
     """Linearize op by op; a function that `jax.linearize` refuses keeps nothing."""
     point = [vary(leaf, manual_axes()) for leaf in call.traced]
     program = EagerProgram(who, call._replace(traced=point), has_aux)
-    if stored:
-        return Evaluated(program, *program.linearize(point))
-    return Evaluated(program, *program.evaluate(point))
+    try:
+        return Evaluated(program, *(program.linearize(point) if stored else program.evaluate(point)))
+    except CONTROL_FLOW as err:
+        if in_trace(point):
+            err.add_note(f"linjac.{who}: fun needs in Python a value that an enclosing transformation traces")
+        raise

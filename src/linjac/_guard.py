@@ -2,8 +2,9 @@
 
 A traced program is valid while everything its function reads is what it was: closure cells, the globals that its code
 names, its defaults, the attributes of a bound `self` and of its class, the functions that it reaches in one of these
-ways, and the leaves of dicts, lists and tuples found there. Identity is what counts, so a check costs no array
-comparison: about 50 ns for each name. Integers inside containers are left out: they are counters more often than not.
+ways, and the leaves of dicts, lists, tuples and mutable pytrees (the modules of flax.nnx) found there. Identity is what
+counts, so a check costs no array comparison: about 50 ns for each name. Integers inside containers are left out: they
+are counters more often than not.
 
 A guard must not keep anything alive: it holds identities, and weak references that say when one of them has died.
 """
@@ -14,6 +15,8 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+
+import jax
 
 _CONTAINERS = (dict, list, tuple)
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), types.CodeType)
@@ -53,6 +56,7 @@ class _Sites:
         self.reads: list[Callable[[], Iterable[Any]]] = []
         self.home = ""
         self._seen: set[int] = set()
+        self._trees: set[int] = set()
         self._kinds: list[type] = []
         self._names: dict[str, None] = {}
 
@@ -99,7 +103,9 @@ class _Sites:
         self._names.update(dict.fromkeys(names))
         if function.__closure__:
             self.reads.append(functools.partial(_cells, weakref.ref(function)))
-            self.add_all(_leaves(list(map(_content, function.__closure__)), set()))
+            inside = _leaves(list(map(_content, function.__closure__)), set())
+            self.add_all(inside)
+            self._add_trees(inside)
         self._add_namespace(function.__globals__, names)
         self.add_all(_leaves([function.__defaults__ or ()], set()))
         self.add_all((function.__kwdefaults__ or {}).values())
@@ -119,6 +125,9 @@ class _Sites:
                 if value.__name__.partition(".")[0] not in _LIBRARIES and id(value) not in self._seen:
                     self._seen.add(id(value))
                     pending += self._watch(value.__dict__, names)
+            elif _is_mutable_tree(value):
+                self._add_trees([value])
+                self.add_all([value] if _package(type(value)) == self.home else [])
             elif isinstance(value, type):
                 self.add_all([value] if _package(value) == self.home else [])
             elif isinstance(value, types.FunctionType | functools.partial | types.MethodType | dict | list | tuple):
@@ -126,6 +135,14 @@ class _Sites:
                 self.add_all(leaf for leaf in inside if not isinstance(leaf, types.FunctionType) or self._near(leaf))
             elif type(value).__name__ in ("custom_jvp", "custom_vjp") or _package(type(value)) == self.home:
                 self.add_all([value])
+
+    def _add_trees(self, values: Iterable[Any]) -> None:
+        """Watch the leaves of pytrees that can be changed in place, such as the modules of flax.nnx."""
+        for value in values:
+            if id(value) in self._trees or not _is_mutable_tree(value):
+                continue
+            self._trees.add(id(value))
+            self.reads.append(functools.partial(_tree_leaves, weakref.ref(value)))
 
     def _near(self, function: types.FunctionType) -> bool:
         return _package(function) == self.home or _package(function) in _LIBRARIES
@@ -145,7 +162,9 @@ class _Sites:
             reference = functools.partial(_identity, owner)
         self.reads.append(functools.partial(_attributes, reference, tuple(slots)))
         self.add_kind(type(owner))
-        self.add_all(_attributes(reference, tuple(slots)))
+        inside = _attributes(reference, tuple(slots))
+        self.add_all(inside)
+        self._add_trees(inside)
 
     def add_kind(self, kind: type) -> None:
         """Add a class: its `__call__`, and the attributes that the functions seen so far name."""
@@ -166,6 +185,18 @@ class _Sites:
 def _slot_names(kind: type) -> Iterable[str]:
     slots = vars(kind).get("__slots__", ())
     return [name for name in ((slots,) if isinstance(slots, str) else slots) if not name.startswith("__")]
+
+
+def _is_mutable_tree(value: Any) -> bool:
+    """Whether a value is an object of a registered pytree class that does not forbid changes."""
+    if isinstance(value, type | types.FunctionType | types.ModuleType | functools.partial) or not _is_weak(value):
+        return False
+    frozen = getattr(getattr(type(value), "__dataclass_params__", None), "frozen", False)
+    return not frozen and not jax.tree_util.all_leaves([value])
+
+
+def _is_weak(value: Any) -> bool:
+    return hasattr(type(value), "__weakref__")
 
 
 # what is there now ----------------------------------------------------------------------------------------------------
@@ -191,6 +222,10 @@ def _attributes(reference: Callable[[], Any], slots: tuple[str, ...]) -> list[An
     owner = reference()
     values = list(vars(owner).values()) if hasattr(owner, "__dict__") else []
     return values + [getattr(owner, name, _ABSENT) for name in slots]
+
+
+def _tree_leaves(reference: Callable[[], Any]) -> Iterable[Any]:
+    return jax.tree_util.tree_leaves(reference())
 
 
 def _class_attributes(reference: Callable[[], Any], names: tuple[str, ...]) -> Iterable[Any]:

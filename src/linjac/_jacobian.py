@@ -3,12 +3,11 @@
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from linjac import _eager, _watch
 from linjac._arguments import Call, take_apart
@@ -21,11 +20,12 @@ from linjac._options import (
     check_chunk_size,
     check_flag,
     check_memory_budget,
+    settled_argnums,
 )
 from linjac._plan import JacobianPlan, Options, assemble, resolve_mode
 from linjac._program import Data, Program, alive
 from linjac._sweeps import parts_eagerly, pieces, work
-from linjac._tracing import ByValue, Output, Traced, trace
+from linjac._tracing import ByValue, Output, Traced, refuse_types, trace
 from linjac._tree import PyTreeDef
 
 type Mode = str | JacobianPlan  # "auto", "fwd", "rev", "measure", or a decision to repeat
@@ -82,7 +82,6 @@ def jacobian(
         [[4. 1.]
          [3. 2.]]
     """
-    argnums = tuple(argnums) if isinstance(argnums, Iterator) else argnums
     who = "jacobian"
     limits = (chunk_size, memory_budget)
     options = resolve_options(who, fun, argnums, mode, layout, limits, (has_aux, holomorphic, allow_int, jit))
@@ -262,8 +261,8 @@ class Differentiated:
     """A function with the options of its Jacobian. What was decided for a program is kept with that program."""
 
     def __init__(self, who: str, fun: Callable[..., Any], argnums: Any, options: Resolved) -> None:
-        self.who, self.fun, self.argnums = who, fun, argnums
-        self.options = options._replace(plan=options.plan._replace(single=np.ndim(argnums) == 0))
+        self.who, self.fun, self.argnums = who, fun, settled_argnums(argnums)
+        self.options = options._replace(plan=options.plan._replace(single=not isinstance(self.argnums, tuple)))
         shape = None if options.repeated is None else (options.repeated.m, options.repeated.n)
         self.key = ("ready", self.options.plan, shape)  # in the notes of a program
 
@@ -286,6 +285,7 @@ class Differentiated:
         traced = self.trace(call)
         if isinstance(traced, Traced):
             return self._decide(traced.program, Data(traced.point, traced.constants, []))
+        refuse_types(self.who, call, "args")
         return self._run_eagerly(call, traced)[1]
 
     def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, value: bool = False) -> _Done:

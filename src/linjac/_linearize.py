@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, overload
 
 from linjac import _eager, _watch
@@ -17,9 +17,10 @@ from linjac._options import (
     check_count,
     check_flag,
     check_memory_budget,
+    settled_argnums,
 )
 from linjac._program import Data, Program, TracedProgram, alive, mode_error
-from linjac._tracing import ByValue, trace
+from linjac._tracing import ByValue, refuse_types, trace
 from linjac._tree import bytes_of, short
 
 _FIRST = operator.itemgetter(0)
@@ -141,6 +142,7 @@ def residual_bytes(
     call = _take_apart(who, fun, primals, argnums, abstract=True)
     traced = trace(who, call, has_aux=has_aux)
     if isinstance(traced, ByValue):
+        refuse_types(who, call, "primals")
         done = _eager.linearize(who, call, has_aux=has_aux, stored=True)
         traced.warn()
         return done.program.residual_bytes
@@ -271,7 +273,7 @@ def _take_apart(
     who: str, fun: Callable[..., Any], primals: Sequence[Any], argnums: Any, *, abstract: bool = False
 ) -> Call:
     check_callable(who, fun)
-    argnums = tuple(argnums) if isinstance(argnums, Iterator) else argnums
+    argnums = settled_argnums(argnums)
     refuse_strings(who, primals, argnums)
     return take_apart(who, "primals", fun, tuple(primals), {}, argnums, abstract=abstract)
 

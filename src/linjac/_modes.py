@@ -9,7 +9,7 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -99,7 +99,6 @@ def measure_jacobian(
         >>> print(linjac.jacobian(lambda x: x[:3] * x[3:], mode=report.plan)(jnp.arange(6.0)).shape)
         (3, 6)
     """
-    argnums = tuple(argnums) if isinstance(argnums, Iterator) else argnums
     flags = (has_aux, holomorphic, allow_int, True)
     resolved = resolve_options(WHO, fun, argnums, "auto", layout, (None, memory_budget), flags)
     asked = _Asked(

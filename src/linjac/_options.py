@@ -72,6 +72,11 @@ def check_callable(who: str, fun: object) -> None:
         )
 
 
+def settled_argnums(argnums: Any) -> Any:
+    """An int as it is, and any other iterable (a set, a generator) as a tuple, read once."""
+    return tuple(cast(Any, argnums)) if _integer(argnums) is None and isinstance(argnums, Iterable) else argnums
+
+
 def check_argnums(who: str, argnums: Any, count: int) -> tuple[int, ...]:
     """Positions as non-negative ints: numpy integers count as ints, negative ones from the end."""
     if argnums is None:

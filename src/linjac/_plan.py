@@ -21,6 +21,10 @@ DIRECTION = {"fwd": "forward", "rev": "reverse"}
 OTHER = {"fwd": "rev", "rev": "fwd"}
 
 
+_PICKLED = "the plan comes from another process (it was pickled), so it has no program"
+_PLAN_HERE = "make a plan here with linjac.plan_jacobian, or give this one to linjac.jacobian as mode"
+
+
 class Options(NamedTuple):
     """What the caller asked for; static."""
 
@@ -55,7 +59,8 @@ class Side(NamedTuple):
 class JacobianPlan:
     """How `linjac.jacobian` computes a Jacobian, and why. Printed, it reads as one sentence.
 
-    Frozen and hashable: it holds sizes, names and reasons, no arrays. Given as `mode=`, it repeats its decision.
+    Frozen and hashable: it holds sizes, names and reasons, no arrays. Given as `mode=`, it repeats its decision, in
+    another process too: a pickled plan is the decision without the program, so that it neither compiles nor unflattens.
 
     Attributes:
         mode: `"fwd"` (a sweep for each input) or `"rev"` (a sweep for each output).
@@ -88,7 +93,14 @@ class JacobianPlan:
     column_leaves: Side = field(repr=False)
     recipe: Recipe = field(repr=False)
     options: Options = field(repr=False)
-    program: Program = field(repr=False, compare=False)
+    program: Program | None = field(repr=False, compare=False)  # None in another process: it cannot be pickled
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The decision without the program, so that another process can repeat it."""
+        return {**vars(self), "program": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "JacobianPlan":
+        return self  # nothing in it changes
 
     @property
     def rows(self) -> tuple[str, ...]:
@@ -110,13 +122,19 @@ class JacobianPlan:
             The blocks, each in the dtype of the matrix.
 
         Raises:
-            ValueError: The matrix has another shape.
+            ValueError: The matrix has another shape, or the plan was pickled.
         """
-        if np.shape(matrix) != (self.m, self.n):
-            raise ValueError(
-                compose("JacobianPlan.unflatten", f"expected shape {(self.m, self.n)}, got {np.shape(matrix)}")
-            )
-        return unflatten_matrix(self.program, matrix, single=self.options.single)
+        who = "JacobianPlan.unflatten"
+        try:
+            shape = np.shape(matrix)
+        except ValueError:  # ragged
+            shape = None
+        if shape != (self.m, self.n):
+            raise ValueError(compose(who, f"expected shape {(self.m, self.n)}, got {shape or 'rows of several sizes'}"))
+        if self.program is None:
+            raise ValueError(compose(who, _PICKLED, remedy=_PLAN_HERE))
+        options = self.options
+        return unflatten_matrix(self.program, matrix, single=options.single, allow_int=options.allow_int)
 
     def compile(self) -> int:
         """Compile, run nothing, and return the compiler's figure for the scratch.
@@ -126,14 +144,20 @@ class JacobianPlan:
 
         Raises:
             ModeError: The function runs op by op.
+            ValueError: The plan was pickled.
         """
-        program = self.program
+        who, program = "JacobianPlan.compile", self.program
+        if program is None:
+            raise ValueError(compose(who, _PICKLED, remedy=_PLAN_HERE))
         if not isinstance(program, TracedProgram):
-            raise ModeError(compose("JacobianPlan.compile", "the function runs op by op: there is nothing to compile"))
-        function = functools.partial(work, program, self.recipe, self.layout, False)
-        lowered = jax.jit(function).lower(list(program.constant_types), list(program.point_types))
-        figures: Any = lowered.compile().memory_analysis()
-        return int(figures.temp_size_in_bytes)
+            raise ModeError(compose(who, "the function runs op by op: there is nothing to compile"))
+        key = ("scratch", self.recipe, self.layout)
+        if key not in program.notes:
+            function = functools.partial(work, program, self.recipe, self.layout, False)
+            lowered = jax.jit(function).lower(list(program.constant_types), list(program.point_types))
+            figures: Any = lowered.compile().memory_analysis()
+            program.notes[key] = int(figures.temp_size_in_bytes)
+        return program.notes[key]
 
     def __str__(self) -> str:
         """One sentence, then a line for each note."""
@@ -162,6 +186,7 @@ def assemble(who: str, plan: JacobianPlan, found: list[list[Any]]) -> Any:
     if plan.layout == "matrix":
         return found[0][0]
     options = plan.options
+    assert plan.program is not None
     return block_tree(who, plan.program, found, single=options.single, allow_int=options.allow_int)
 
 

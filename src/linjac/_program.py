@@ -7,6 +7,7 @@ point, residuals) are always arguments. It must not know the cache that keeps it
 
 import functools
 import itertools
+import re
 import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -26,13 +27,24 @@ from linjac._tree import PyTreeDef, axes_of, bytes_of, is_inexact, is_none, key_
 
 _UNMAPPABLE = frozenset({"pure_callback", "io_callback", "custom_vmap_call"})
 
-# Python control flow on the value of an array, met while tracing.
+# Python that needs the value of an array, met while tracing.
 CONTROL_FLOW = (
     jax.errors.ConcretizationTypeError,
     jax.errors.NonConcreteBooleanIndexError,
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
+
+
+_NAMES_A_TRACER = re.compile(r"Tracer|concrete|traced")
+
+
+def needs_values(err: Exception) -> bool:
+    """Whether an error met while tracing may be one that values would spare: a branch, a shape, a slice, a hash.
+
+    JAX raises plain TypeErrors, IndexErrors and ValueErrors for some of these; their texts name the tracer.
+    """
+    return isinstance(err, CONTROL_FLOW) or bool(_NAMES_A_TRACER.search(str(err)))
 
 
 class Data(NamedTuple):
@@ -96,6 +108,9 @@ class Program:
         self.products: dict[Any, Callable[..., Any]] = {}  # of single vectors, by direction and strategy
         self._settled: dict[str, bool] = {}
         self.notes: dict[Any, Any] = {}  # static facts that upper layers derive from the program, by their own keys
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Program":
+        return self  # static, and compared by identity
 
     def argument_name(self, name: str, root: str) -> str:
         """The caller's word for a leaf of the tangents: `args[2]['w']` for `tangents[0]['w']`."""

@@ -160,7 +160,10 @@ def _collect(rows: Rows, far: Space, count: int, recipe: Recipe, like: Sequence[
 
 def _part_dtype(dtype: Any, paired: bool) -> Any:
     with jax.numpy_dtype_promotion("standard"):
-        return jnp.result_type(dtype, jnp.complex64) if paired else dtype
+        try:
+            return jnp.result_type(dtype, jnp.complex64) if paired else dtype
+        except ValueError:  # 8-bit floats promote with nothing
+            return jnp.dtype(jnp.complex64)
 
 
 def parts_eagerly(program: Program, data: Data, recipe: Recipe) -> list[Any]:

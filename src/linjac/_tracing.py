@@ -24,8 +24,20 @@ from linjac._arguments import TRACED, Call, Layout, Target
 from linjac._constants import surface
 from linjac._errors import PerformanceWarning, compose
 from linjac._guard import Guard
-from linjac._program import CONTROL_FLOW, Outputs, TracedProgram, alive, describe_outputs
-from linjac._tree import PyTreeDef, align, in_trace, is_none, key_paths, rebuild, short, type_of, varying_axes
+from linjac._program import Outputs, TracedProgram, alive, describe_outputs, first_line, needs_values
+from linjac._tree import (
+    PyTreeDef,
+    align,
+    in_trace,
+    inside_transformation,
+    is_inexact,
+    is_none,
+    key_paths,
+    rebuild,
+    short,
+    type_of,
+    varying_axes,
+)
 
 RETRACES = 4  # traces of one code location at one signature before the warning
 SIGNATURES = 64  # programs kept for one function
@@ -152,9 +164,10 @@ class _Signature:
 
         self.who = who
         self.jitted = jax.jit(flat)
+        self.has_aux = has_aux
         self.records: dict[int, _Record] = {}
         self.known: dict[Any, Traced] = {}  # by context and types: what is found without asking JAX for its jaxpr
-        self.by_value = ""  # the error's name once Python control flow on values was met: op by op from now on
+        self.by_value: dict[Any, str] = {}  # by types, the error that said that fun needs values: op by op from then on
         self.warned = False
         self.guard: Guard | None = None
         self.counted: set[Any] = set()
@@ -193,7 +206,7 @@ class _Signature:
         if record is None or record.jaxpr is not jaxpr:
             output: Output = traced.out_info[1].output
             _refuse_refs(self.who, captured)
-            record, constants = _build(call._replace(traced=point), jaxpr, output, captured)
+            record, constants = _build(self.who, call._replace(traced=point), jaxpr, output, captured)
             _watch.traced(*_subject(call.target))
             self._watch(call)
             if not in_trace(record.added):
@@ -210,7 +223,7 @@ class _Signature:
         types = _types(call)
         if types not in self.counted:
             self.counted.add(types)
-            _count(call, types)
+            _count(call, types, has_aux=self.has_aux)
 
 
 def _key(call: Call) -> tuple[Any, ...]:
@@ -224,8 +237,20 @@ def _refuse_refs(who: str, captured: Sequence[Any]) -> None:
         raise TypeError(compose(who, what, remedy="pass the value in as an argument, and return what it should become"))
 
 
-def _build(call: Call, jaxpr: Any, output: Output, captured: list[Any]) -> tuple[_Record, list[Any]]:
+def _refuse_wide(who: str, types: Sequence[Any]) -> None:
+    """Arrays of 64 bits made elsewhere, where JAX makes no others of them: seeds and point would not fit."""
+    if jax.config.jax_enable_x64:
+        return
+    wide = [aval for aval in types if is_inexact(aval) and jax.dtypes.canonicalize_dtype(aval.dtype) != aval.dtype]
+    if wide:
+        bad = [f"{short(aval)}" for aval in wide]
+        what = "arguments have 64 bits while jax_enable_x64 is off"
+        raise TypeError(compose(who, what, bad, "turn jax_enable_x64 on, or cast them to 32 bits"))
+
+
+def _build(who: str, call: Call, jaxpr: Any, output: Output, captured: list[Any]) -> tuple[_Record, list[Any]]:
     """Trace the linear program of a new signature."""
+    _refuse_wide(who, [var.aval for var in jaxpr.invars])
     opened, hidden = surface(jaxpr.replace(consts=None), [*captured, *call.traced])
     constants = [*hidden, *captured]
     program = TracedProgram(call, opened, constants, output.value)
@@ -267,7 +292,10 @@ class _Entry:
     def signature(self, who: str, call: Call, has_aux: bool) -> _Signature:
         """The signature of a call, found or made; one whose guard fails is made anew."""
         key = (call.key, has_aux)
-        found = self.signatures.get(key)
+        try:
+            found = self.signatures.get(key)
+        except (TypeError, ValueError) as err:
+            raise _incomparable(who, err) from err
         if found is not None and (found.guard is None or found.guard.holds()):
             return found
         with self.lock:
@@ -284,6 +312,12 @@ class _Entry:
         """Tell the active monitors that a new signature is about to be traced; they may refuse it."""
         known = sum(len(signature.counted) for signature in self.signatures.values() if signature is not replaced)
         _watch.admit_signature(who, *_subject(call.target), known)
+
+
+def _incomparable(who: str, err: Exception) -> TypeError:
+    what = "a class among the arguments has metadata that cannot be compared or hashed"
+    said = f"{type(err).__name__}: {first_line(err)}"
+    return TypeError(compose(who, what, [said], "register its arrays as data, not as metadata (static fields)"))
 
 
 _lock = threading.RLock()
@@ -348,15 +382,17 @@ def _place(code: Any) -> str:
     return f"{code.co_filename}:{code.co_firstlineno}"
 
 
-def _count(call: Call, types: tuple[Any, ...]) -> None:
+def _count(call: Call, types: tuple[Any, ...], *, has_aux: bool) -> None:
     """Count the traces of one code location at one signature; warn, once, when they repeat."""
     code = _code(call.target)
     abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in call.traced)
-    if code is None or abstract or in_trace(call.traced) or in_trace([jnp.zeros(())]):
+    if code is None or abstract or in_trace(call.traced) or inside_transformation():
         return
     tree, argnums, statics = call.key
+    anchor = call.target.anchor  # what wraps the code, and the context, make another function of it
+    wrapped = (type(anchor), hash(getattr(anchor, "__code__", None)), has_aux, _context())
     loose = tuple((place, kind, None if kind is int or callable(leaf) else leaf) for place, kind, leaf in statics)
-    key = (code.co_filename, code.co_firstlineno, hash(code), hash((tree, argnums, loose, types)))
+    key = (code.co_filename, code.co_firstlineno, hash(code), wrapped, hash((tree, argnums, loose, types)))
     with _lock:
         if len(_traces) > _REMEMBERED:
             _traces.clear()
@@ -371,7 +407,7 @@ def _count(call: Call, types: tuple[Any, ...]) -> None:
 
 
 class ByValue(NamedTuple):
-    """The answer for a function that branches in Python on values: it has to run op by op."""
+    """The answer for a function that needs values in Python: it has to run op by op."""
 
     signature: _Signature
     code: Any
@@ -383,9 +419,18 @@ class ByValue(NamedTuple):
             self.signature.warned = True
             where = "fun" if self.code is None else f"{self.code.co_name} at {_place(self.code)}"
             warn(
-                f"linjac: {where} branches in Python on the value of an array ({self.error}), so it runs op by op, "
+                f"linjac: {where} needs the value of an array in Python ({self.error}), so it runs op by op, "
                 "which is slow. Use jax.lax.cond, jax.lax.while_loop or jnp.where, or pass jit=False to accept it"
             )
+
+
+def refuse_types(who: str, call: Call, root: str) -> None:
+    """A function that needs values cannot be traced with types alone."""
+    pairs = zip(call.traced_names(root), call.traced, strict=True)
+    bad = [f"{name}: {short(leaf)}" for name, leaf in pairs if isinstance(leaf, jax.ShapeDtypeStruct)]
+    if bad:
+        what = "fun needs the values of its arguments in Python, and these are types"
+        raise TypeError(compose(who, what, bad, "pass arrays"))
 
 
 def trace(who: str, call: Call, *, has_aux: bool = False) -> Traced | ByValue:
@@ -396,18 +441,19 @@ def trace(who: str, call: Call, *, has_aux: bool = False) -> Traced | ByValue:
     if known is not None:
         return known
     code = _code(call.target)
-    if signature.by_value and not in_trace(call.traced):
-        return ByValue(signature, code, signature.by_value)
+    met = signature.by_value.get(_types(call)) if signature.by_value else None
+    if met is not None:
+        return ByValue(signature, code, met)
     if _watch.active and _types(call) not in signature.counted:
         entry.admit(who, call)
     try:
         with signature.lock:
             traced = alive(who, signature.trace, call)
         signature.remember(call, traced)
-    except CONTROL_FLOW as err:
-        if in_trace(call.traced):
-            err.add_note(f"linjac.{who}: fun branches in Python on a value that an enclosing transformation traces")
+    except Exception as err:
+        if not needs_values(err):
             raise
-        signature.by_value = type(err).__name__
-        return ByValue(signature, code, signature.by_value)
+        if not in_trace(call.traced):  # there it is for an enclosing transformation to know values, or not
+            signature.by_value[_types(call)] = type(err).__name__
+        return ByValue(signature, code, type(err).__name__)
     return traced

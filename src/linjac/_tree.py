@@ -11,6 +11,7 @@ import jax
 import jax.core
 import numpy as np
 from jax.dtypes import extended, float0
+from jax.extend.core import get_opaque_trace_state
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 type PyTreeDef = Any  # jax.tree_util.PyTreeDef, which JAX leaves untyped
@@ -163,6 +164,15 @@ def align(*groups: Sequence[Any]) -> list[list[Any]]:
 def manual_axes() -> frozenset[str]:
     """The axes of the enclosing `shard_map`s."""
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+with jax.ensure_compile_time_eval():  # also where this module is imported inside a trace
+    _OUTSIDE = get_opaque_trace_state()
+
+
+def inside_transformation() -> bool:
+    """True where operations on plain arrays too are traced, as inside `jax.jit`; nothing is computed to find out."""
+    return get_opaque_trace_state() != _OUTSIDE
 
 
 def in_trace(*groups: Sequence[Any]) -> bool:
