@@ -1320,6 +1320,21 @@ def test_a_jitted_helper_and_a_static_function_do_not_retrace():
     assert len(CALLS) - before == 1
 
 
+def test_a_global_with_the_name_of_an_attribute_does_not_retrace(monkeypatch):
+    """`x.mean()` reads no global of that name, and neither does `jnp.sin`."""
+    calls: list[None] = []
+
+    def fun(x):
+        calls.append(None)
+        return jnp.sin(x) * x.mean()
+
+    for value in range(4):
+        for name in ("mean", "sin"):
+            monkeypatch.setitem(globals(), name, jnp.asarray(float(value)))
+        linjac.linearize_many(fun, X)
+    assert len(calls) == 1
+
+
 def test_what_is_not_named_does_not_retrace(monkeypatch):
     before = len(CALLS)
     for i in range(20):

@@ -95,6 +95,7 @@ def slope(fun: Function, point: Vector, direction: Vector) -> Slope:
             size = _by_leaf(np.abs(table.best), value)
             floor = 1e-6 * size + SLACK * EPS * _by_leaf(np.abs(center), value) / step
             kink = ~(gaps[-1] <= np.maximum(0.5 * gaps[-3], floor))
+            table.forget(kink)
             if k > 2 and not kink.any() and (table.error <= CONVERGED * size).all():
                 break
     best, error, kinks = (_split(flat, value) for flat in (table.best, table.error, kink))
@@ -123,6 +124,10 @@ class _Table:
             better = error < self.error  # false for NaN
             self.best, self.error = np.where(better, row[j], self.best), np.where(better, error, self.error)
         self.rows = [row]
+
+    def forget(self, where: Any) -> None:
+        """Drop the estimates of elements whose steps still reach across a kink."""
+        self.best, self.error = np.where(where, self.rows[-1][0], self.best), np.where(where, np.inf, self.error)
 
 
 def order(found: Slope, product: Vector) -> float | None:

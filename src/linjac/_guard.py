@@ -10,6 +10,7 @@ A guard must not keep anything alive: it holds identities, and weak references t
 """
 
 import builtins
+import dis
 import functools
 import types
 import weakref
@@ -30,9 +31,14 @@ def _package(value: Any) -> str:
     return str(name).partition(".")[0]
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
-    """Every global or attribute name in a code object and in those nested in it."""
-    yield from code.co_names
+_READS_GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
+
+
+def _names(code: types.CodeType) -> Iterator[tuple[str, bool]]:
+    """Every name in a code object and in those nested in it, and whether it is read as a global (or an attribute)."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opcode in dis.hasname:
+            yield str(instruction.argval), instruction.opname in _READS_GLOBAL
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names(constant)
@@ -99,14 +105,15 @@ class _Sites:
             return
         self.home = self.home or _package(function)
         self.reads.append(functools.partial(_rules, weakref.ref(function)))
-        names = list(dict.fromkeys(_names(function.__code__)))
+        found = dict.fromkeys(_names(function.__code__))
+        names = [name for name, is_global in found if not is_global]  # of attributes
         self._names.update(dict.fromkeys(names))
         if function.__closure__:
             self.reads.append(functools.partial(_cells, weakref.ref(function)))
             inside = _leaves(list(map(_content, function.__closure__)), set())
             self.add_all(inside)
             self._add_trees(inside)
-        self._add_namespace(function.__globals__, names)
+        self._add_namespace(function.__globals__, [name for name, is_global in found if is_global], names)
         self.add_all(_leaves([function.__defaults__ or ()], set()))
         self.add_all((function.__kwdefaults__ or {}).values())
         for kind in self._kinds:
@@ -118,8 +125,8 @@ class _Sites:
             self.reads.append(functools.partial(map, namespace.get, found))
         return [namespace[name] for name in found if name in namespace]
 
-    def _add_namespace(self, namespace: dict[str, Any], names: list[str]) -> None:
-        pending = self._watch(namespace, names)
+    def _add_namespace(self, namespace: dict[str, Any], globals_read: list[str], names: list[str]) -> None:
+        pending = self._watch(namespace, globals_read)
         for value in pending:  # grows: a module's attributes, named in the same code
             if isinstance(value, types.ModuleType):
                 if value.__name__.partition(".")[0] not in _LIBRARIES and id(value) not in self._seen:
