@@ -33,6 +33,8 @@ _CHECKED = (
     ),
     *("_guard", "_kernel", "_measure", "_memory", "_options", "_plan", "_program", "_residuals", "_space", "_sweeps"),
     *("_tracing", "_tree", "_counts", "_watch", "_timing", "_mode_report"),
+    *("_blockwise", "_criteria", "_finite", "_keys", "_precision", "_probe", "_report", "_routes", "_subject"),
+    *("_tolerances",),
     *("_archive", "_compare", "_described", "_differences", "_fingerprint", "_observe", "_origin", "_tape"),
 )
 

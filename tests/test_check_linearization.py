@@ -326,6 +326,15 @@ def test_argnums_and_aux_name_the_callers_positions():
     assert leaves(found(report, "finite differences")) == {("output", "primals[2]")}
 
 
+def test_elements_of_very_different_sizes_are_reached():
+    @jax.custom_jvp
+    def wrong(x):
+        return jnp.log(x)
+
+    wrong.defjvp(lambda p, t: (wrong(*p), 1.01 * t[0] / p[0]))
+    assert check(wrong, jnp.exp(10 * X)).where == "finite differences"
+
+
 @jax.custom_jvp
 def slightly_wrong(x):
     return jnp.sin(x)

@@ -90,13 +90,14 @@ def slope(fun: Function, point: Vector, direction: Vector) -> Slope:
             front, back = _ravel(ahead[-1]), _ravel([np.asarray(x) for x in fun(moved(point, direction, -step))])
             table.add((front - back) / (2 * step))
             gaps.append(np.abs(front - 2 * center + back) / step)
-            if k < 2:
+            if k == 0:
                 continue
             size = _by_leaf(np.abs(table.best), value)
             floor = 1e-6 * size + SLACK * EPS * _by_leaf(np.abs(center), value) / step
-            kink = ~(gaps[-1] <= np.maximum(0.5 * gaps[-3], floor))
-            table.forget(kink)
-            if k > 2 and not kink.any() and (table.error <= CONVERGED * size).all():
+            apart = ~(gaps[-1] <= np.maximum(0.6 * gaps[-2], floor))  # where smooth, the gap falls to a third
+            table.forget(apart)
+            kink = apart if k == 1 else ~(gaps[-1] <= np.maximum(0.5 * gaps[-3], floor))
+            if k > 2 and not (kink | apart).any() and (table.error <= CONVERGED * size).all():
                 break
     best, error, kinks = (_split(flat, value) for flat in (table.best, table.error, kink))
     return Slope(best, error, kinks, steps, value, ahead)

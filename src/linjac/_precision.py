@@ -117,8 +117,8 @@ def finite_differences(doubled: Doubled, product: Product) -> Verdict:
     own = doubled.already
     found: list[Difference] = []
     notes: list[str] = []
-    for _ in range(LINES):
-        vector = _line(doubled.probe, subject)
+    for turn in range(LINES):
+        vector = _line(doubled.probe, subject, by_element=turn > 0)
 
         def differ(line: Flat, name: str | None = None) -> tuple[list[Difference], str]:
             with double():
@@ -148,10 +148,21 @@ def _wide(leaves: Sequence[Any]) -> list[Any]:
     return [wide(leaf) for leaf in leaves]
 
 
-def _line(probe: Probe, subject: Subject) -> Flat:
-    """A random direction, as large as the point leaf by leaf."""
+def _line(probe: Probe, subject: Subject, *, by_element: bool) -> Flat:
+    """A random direction, as large as the point leaf by leaf, or element by element.
+
+    The second reaches points whose elements have very different sizes.
+
+    Returns:
+        The direction.
+    """
     drawn = normal(probe.rng, subject.inputs.types)
-    return [v * (largest(x) or 1.0) for v, x in zip(drawn, subject.point, strict=True)]
+    return [v * _scale(x, by_element) for v, x in zip(drawn, map(wide, subject.point), strict=True)]
+
+
+def _scale(leaf: Any, by_element: bool) -> Any:
+    whole = largest(leaf) or 1.0
+    return np.where(leaf == 0, whole, np.abs(leaf)) if by_element else whole
 
 
 def _against(probe: Probe, seen: Slope, pushed: list[Any], name: str | None) -> tuple[list[Difference], str]:
