@@ -392,3 +392,17 @@ def test_refusals(options, kind, text):
 def test_refused_inside_a_trace():
     with pytest.raises(TypeError, match=r"^linjac\.testing\.check_linearization: a check compares values"):
         jax.jit(lambda x: np.float32(bool(check(jnp.sin, x))))(X)
+
+
+def test_random_numbers_of_the_default_dtype_are_not_compared_with_those_of_float64():
+    """Drawn in float64 they are other numbers, so the function is another one there."""
+
+    def fun(x, key):
+        return x * jax.random.normal(key, x.shape)
+
+    with jax.enable_x64(False):
+        x = jnp.arange(1.0, 4.0, dtype=jnp.float32)
+        report = testing.check_linearization(fun, x, jax.random.key(3), argnums=0, key=KEY, directions=2)
+    assert report
+    why = "fun draws other random numbers in float64: give the functions of jax.random a dtype"
+    assert [c.stage for c in report.skipped if c.detail == why] == ["precision", "finite differences"]

@@ -230,6 +230,17 @@ def test_wrappers_of_one_function_are_no_repeated_trace():
             linjac.jacobian(f)(X)
 
 
+def test_a_warning_that_is_an_error_is_not_taken_for_a_need_of_values():
+    def make():
+        return lambda x: jnp.cos(x) * 2
+
+    kept = [make() for _ in range(4)]
+    for fun in kept[:3]:
+        linjac.jacobian(fun)(X)
+    with pytest.raises(linjac.PerformanceWarning, match="was traced 4 times at one signature"):
+        linjac.jacobian(kept[3])(X)
+
+
 # plans ----------------------------------------------------------------------------------------------------------------
 def test_a_plan_travels():
     plan = linjac.plan_jacobian(jnp.sin, mode="rev", chunk_size=2)(X)

@@ -17,7 +17,7 @@ from linjac._described import LEAF, UnreadableError, assemble, check_tree, join_
 from linjac._environment import Environment, environment
 from linjac._errors import VerificationError, compose
 from linjac._observe import OBSERVED, Keep, observe, pack, qualified, refusal_of, types_of, unpack
-from linjac._options import check_argnums, check_callable, check_flag
+from linjac._options import check_argnums, check_callable, check_flag, settled_argnums
 from linjac._report import FAILED, PASSED, SKIPPED, STAGES, CheckReport, Criterion
 from linjac._tolerances import Tolerances, check_tolerance, tolerances
 from linjac._tree import short_dtype
@@ -106,6 +106,7 @@ def record_baseline(
     limits = check_tolerance(_RECORD, "rtol", rtol), check_tolerance(_RECORD, "atol", atol)
     path = _check_path(_RECORD, path)
     given = check_cases(_RECORD, cases, foreign=not store_inputs)
+    argnums = settled_argnums(argnums)
     for case in given:
         check_argnums(_RECORD, argnums, len(case.primals))
     arrays: dict[str, np.ndarray] = {}

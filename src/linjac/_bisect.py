@@ -15,7 +15,7 @@ from linjac._arguments import Call, refuse_strings, take_apart
 from linjac._differences import Settings, check_rule, push_only
 from linjac._errors import compose
 from linjac._finite import double, in_double
-from linjac._options import check_callable, check_flag
+from linjac._options import check_callable, check_flag, settled_argnums
 from linjac._origin import Found, bad_cotangent, bad_tangent, bad_value
 from linjac._program import CONTROL_FLOW
 from linjac._subject import check_key, generator
@@ -116,6 +116,7 @@ def bisect_linearization(
     limits = check_tolerance(_WHO, "rtol", rtol), check_tolerance(_WHO, "atol", atol)
     if key is not None:
         check_key(_WHO, key)
+    argnums = settled_argnums(argnums)
     refuse_strings(_WHO, primals, argnums)
     call = take_apart(_WHO, "primals", fun, primals, {}, argnums)
     if in_trace(call.traced):

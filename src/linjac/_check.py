@@ -18,7 +18,7 @@ from linjac._errors import compose
 from linjac._keys import keys
 from linjac._linearization import Linearization
 from linjac._linearize import linearize_many
-from linjac._options import check_choice, check_chunk_size, check_count, check_flag
+from linjac._options import check_choice, check_chunk_size, check_count, check_flag, settled_argnums
 from linjac._precision import Doubled, finite_differences, precision
 from linjac._probe import Probe, Verdict, decide
 from linjac._report import SKIPPED, CheckReport, Criterion
@@ -162,15 +162,15 @@ def check_jacobian(
         name: check_flag(who, name, flag) for name, flag in (("holomorphic", holomorphic), ("allow_int", allow_int))
     }
     options: dict[str, Any] = {**flags, "chunk_size": check_chunk_size(who, chunk_size)}
-    positions: Any = argnums
+    positions: Any = settled_argnums(argnums)
     if positions is None:
         raise TypeError(compose(who, "argnums must be an int or a sequence of ints, got None"))
-    subject = Subject(who, "args", fun, args, argnums, has_aux)
+    subject = Subject(who, "args", fun, args, positions, has_aux)
     fitting = _tolerances(subject, limits)
     probe = Probe(subject, np.random.default_rng(0), PROBES, fitting)
     options["jit"] = hasattr(subject.jaxpr, "eqns")
     given = jacobian(*args) if callable(jacobian) else jacobian
-    blockwise = Blockwise(probe, mode, np.ndim(argnums) == 0, options, given)
+    blockwise = Blockwise(probe, mode, not isinstance(positions, tuple), options, given)
     title = f"check_jacobian({_name(fun)}: {_types(subject)}, mode={mode!r})"
     return CheckReport(title, _climb(_rungs(blockwise)), fitting.rtol, fitting.atol, fitting.source, environment())
 

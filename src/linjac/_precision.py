@@ -4,6 +4,7 @@ The function is called with its arguments in double precision, also where 64-bit
 know how the product under check was made.
 """
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
-from linjac._constants import Jaxpr, place_of, subjaxprs
+from linjac._constants import Jaxpr, equations, place_of, subjaxprs
 from linjac._finite import EPS, SLACK, Slope, double, order, slope
 from linjac._probe import Probe, Product, SkipError, Verdict, masked, merged, only
 from linjac._program import first_line
@@ -39,7 +40,7 @@ class Doubled:
         try:
             with double():
                 found = self.probe.subject.in_double()
-                return _narrow(found) or found
+                return _narrow(found) or _redrawn(self.probe.subject, found) or found
         except Exception as err:
             return f"fun cannot be run in float64: {type(err).__name__}: {first_line(err)}"
 
@@ -79,6 +80,19 @@ def _narrow(subject: Subject) -> str:
         if _bits(aval) < 64
     ]
     return f"fun itself casts down: {low[0][0]} is {short(low[0][1])} at a float64 point" if low else ""
+
+
+def _redrawn(subject: Subject, doubled: Subject) -> str:
+    """Whether the function draws other random numbers in float64: those of the default dtype have other bits."""
+    if _draws(subject) == _draws(doubled):
+        return ""
+    return "fun draws other random numbers in float64: give the functions of jax.random a dtype"
+
+
+def _draws(subject: Subject) -> collections.Counter[Any]:
+    found = equations(subject.jaxpr) if hasattr(subject.jaxpr, "eqns") else ()
+    draws = (eqn for eqn in found if eqn.primitive.name in ("random_bits", "threefry2x32"))
+    return collections.Counter(tuple((var.aval.shape, str(var.aval.dtype)) for var in eqn.outvars) for eqn in draws)
 
 
 def _bits(aval: Any) -> int:

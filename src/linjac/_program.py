@@ -44,6 +44,8 @@ def needs_values(err: Exception) -> bool:
 
     JAX raises plain TypeErrors, IndexErrors and ValueErrors for some of these; their texts name the tracer.
     """
+    if isinstance(err, Warning) or str(err).startswith("linjac."):  # a warning that is an error, a refusal of ours
+        return False
     return isinstance(err, CONTROL_FLOW) or bool(_NAMES_A_TRACER.search(str(err)))
 
 
