@@ -188,42 +188,37 @@ class Probe:
         Returns:
             The worst difference of each pair of leaves.
         """
-        outputs, inputs = self.subject.outputs.names, self.subject.inputs.names
-        sides = masked if finite else _both
-        found: list[Difference] = []
-        start = 0 if count is None else max(0, len(self.forward) - count)
-        for direction, push in list(zip(self.forward, self.pushes, strict=True))[start:]:
-
-            def differ(vector: Flat, want: Any = None, name: str | None = None) -> list[Difference]:
-                want = (wanted or self.subject.jvp)(vector) if want is None else want
-                return compare(*sides(product(vector), want), self.allowed_out, outputs, [name] * len(outputs))
-
-            name = None if direction.leaf is None else inputs[direction.leaf]
-            bad = differ(direction.vector, push if wanted is None else None, name)
-            if bad and name is None:
-                found += self.blamed(differ, direction.vector, inputs, "input", bad)
-                break
-            found += bad
-        return merged(found)
+        return self._along(True, product, wanted, count, finite)
 
     def pulled(
         self, product: Product, wanted: Product | None = None, count: int | None = None, *, finite: bool = False
     ) -> list[Difference]:
         """The same for a transposed product and `jax.vjp`."""
-        outputs, inputs = self.subject.outputs.names, self.subject.inputs.names
+        return self._along(False, product, wanted, count, finite)
+
+    def _along(
+        self, forward: bool, product: Product, wanted: Product | None, count: int | None, finite: bool
+    ) -> list[Difference]:
+        subject = self.subject
+        names = subject.outputs.names, subject.inputs.names
+        far, near = names if forward else names[::-1]
+        directions, known = (self.forward, self.pushes) if forward else (self.reverse, self.pulls)
+        allowed = self.allowed_out if forward else self.allowed_in
+        plain = wanted or (subject.jvp if forward else subject.vjp)
         sides = masked if finite else _both
+
+        def differ(vector: Flat, want: Any = None, name: str | None = None) -> list[Difference]:
+            got, want = sides(product(vector), plain(vector) if want is None else want)
+            one = [name] * len(far)
+            return compare(got, want, allowed, *((far, one) if forward else (one, far)))
+
         found: list[Difference] = []
-        start = 0 if count is None else max(0, len(self.reverse) - count)
-        for direction, pull in list(zip(self.reverse, self.pulls, strict=True))[start:]:
-
-            def differ(vector: Flat, want: Any = None, name: str | None = None) -> list[Difference]:
-                want = (wanted or self.subject.vjp)(vector) if want is None else want
-                return compare(*sides(product(vector), want), self.allowed_in, [name] * len(inputs), inputs)
-
-            name = None if direction.leaf is None else outputs[direction.leaf]
-            bad = differ(direction.vector, pull if wanted is None else None, name)
+        start = 0 if count is None else max(0, len(directions) - count)
+        for direction, there in list(zip(directions, known, strict=True))[start:]:
+            name = None if direction.leaf is None else near[direction.leaf]
+            bad = differ(direction.vector, there if wanted is None else None, name)
             if bad and name is None:
-                found += self.blamed(differ, direction.vector, outputs, "output", bad)
+                found += self.blamed(differ, direction.vector, near, "input" if forward else "output", bad)
                 break
             found += bad
         return merged(found)
