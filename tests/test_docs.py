@@ -9,6 +9,8 @@ import doctest
 import importlib.util
 import io
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -117,3 +119,16 @@ def test_quickstart(capsys):
     assert "10 reverse sweeps in 1 chunk instead of 64 forward sweeps" in printed
     assert "held-out" in printed
     assert len([line for line in printed.splitlines() if line.endswith(f"{rows[-1].movement['output']:.4f}")]) == 1
+
+
+def test_what_model_code_seldom_needs_is_loaded_at_its_first_use():
+    code = (
+        "import sys, linjac\n"
+        "later = {'linjac._modes', 'linjac._monitor', 'linjac.testing'}\n"
+        "assert not later & set(sys.modules), later & set(sys.modules)\n"
+        "assert all(getattr(linjac, name) for name in linjac.__all__) and linjac.testing.CheckReport\n"
+        "assert later <= set(sys.modules) and {*linjac.__all__, 'testing'} <= set(dir(linjac))\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+    with pytest.raises(AttributeError, match="module 'linjac' has no attribute 'nothing'"):
+        linjac.nothing  # noqa: B018
