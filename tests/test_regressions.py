@@ -121,9 +121,17 @@ EXPLICIT = {
 EXPLICIT_WEIGHTS = jnp.sin(jnp.arange(12.0)).reshape(4, 3)
 
 
-@pytest.mark.parametrize("mode", ["fwd", "rev"])
-@pytest.mark.parametrize("options", [{}, {"chunk_size": 3}, {"chunk_size": 1}, {"jit": False}], ids=str)
-@pytest.mark.parametrize("name", list(EXPLICIT))
+# Every function in both modes, and every option with the tree: each of these is compiled for eight devices.
+EXPLICIT_RUNS = [(name, {}, mode) for name in EXPLICIT for mode in ("fwd", "rev")]
+EXPLICIT_RUNS += [
+    ("tree", options, mode)
+    for options in ({"chunk_size": 3}, {"chunk_size": 1}, {"jit": False})
+    for mode in ("fwd", "rev")
+]
+EXPLICIT_RUNS += [("matrix product", {"chunk_size": 3}, "fwd"), ("matrix to matrix", {"jit": False}, "rev")]
+
+
+@pytest.mark.parametrize(("name", "options", "mode"), EXPLICIT_RUNS)
 def test_a_jacobian_under_an_explicit_mesh_is_laid_out_like_jax_lays_it_out(name, options, mode):
     fun, key = EXPLICIT[name]
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
