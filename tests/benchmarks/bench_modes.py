@@ -44,13 +44,18 @@ def grid(families: list[str], mode: str) -> dict[str, list[float]]:
     for size, family in POINTS:
         if families and family not in families:
             continue
+        here: list[float] = []
         for k in range(-6, 7):
             ratio, text = point(size, family, k, mode=mode, rounds=9)
             if ratio > bar:
                 ratio, text = point(size, family, k, mode=mode, rounds=41)
-            ratios.setdefault(family, []).append(ratio)
+            here.append(ratio)
             if ratio > bar:
                 row(f"  {family} {text}", f"{ratio:.2f}")
+        ratios.setdefault(family, []).extend(here)
+        row(
+            f"{family}, {size} entries: median, worst of {len(here)}", f"{statistics.median(here):.2f}, {max(here):.2f}"
+        )
     return ratios
 
 
@@ -63,8 +68,6 @@ def main(argv: list[str]) -> None:
     low, high = noise(lambda: program(x))
     row("jacfwd against itself, quartiles", f"{low:.2f} to {high:.2f}")
     ratios = grid([arg for arg in argv if not arg.startswith("-")], mode)
-    for family, values in ratios.items():
-        row(f"{family}: median, worst of {len(values)}", f"{statistics.median(values):.2f}, {max(values):.2f}")
     kept = [value for family, values in ratios.items() if family != "outer_product" for value in values]
     if kept:
         share = sum(value <= BAR for value in kept) / len(kept)

@@ -154,6 +154,7 @@ NAMED: dict[str, Callable[[], Any]] = {
     "mlp_256": functools.partial(dense, 256, 256, 256),
     "mlp_deep_256": functools.partial(dense, 256, 256, 256, 256, 256, 256),
     "elementwise_1000": functools.partial(elementwise, 1000),
+    "elementwise_8": functools.partial(elementwise, 8),
     "stencil_32": functools.partial(stencil, 32),
     "visibilities": visibilities,
     "dense_4096": functools.partial(dense, 4096, 4096, 4096),
