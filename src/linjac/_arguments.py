@@ -123,9 +123,11 @@ class Call(NamedTuple):
             names += _leaf_paths(arg, f"{root}[{i - shift}]" if i >= shift else f"fun.args[{i}]")
         return names + [name for key in sorted(self.kwargs) for name in _leaf_paths(self.kwargs[key], key)]
 
-    def traced_names(self, root: str) -> list[str]:
-        """The names of the traced leaves alone."""
-        return [name for name, mark in zip(self.names(root), self.layout.statics, strict=True) if mark is TRACED]
+    def types_given(self, root: str) -> list[str]:
+        """One line for each leaf that is a type without a value."""
+        marks = self.layout.statics
+        names = [name for name, mark in zip(self.names(root), marks, strict=True) if mark is TRACED]
+        return [f"{name}: {short(leaf)}" for name, leaf in zip(names, self.traced, strict=True) if _is_type(leaf)]
 
     def selected(self, root: str) -> tuple[PyTreeDef, PyTreeDef, list[tuple[str, int | None, bool]]]:
         """The positions that move, as one tree with None kept as a leaf.
@@ -192,9 +194,8 @@ def take_apart(
     if fixed:
         _check_hashable(who, root, call)
     if given_types and not abstract:
-        pairs = zip(call.traced_names(root), traced, strict=True)
-        bad = [f"{name}: {short(leaf)}" for name, leaf in pairs if _is_type(leaf)]
-        raise TypeError(compose(who, "these arguments are types without values", bad, "pass arrays"))
+        what = "these arguments are types without values"
+        raise TypeError(compose(who, what, call.types_given(root), "pass arrays"))
     return call
 
 

@@ -14,7 +14,7 @@ from linjac._cut import find_cut
 from linjac._directions import BUDGET, FLOOR, balanced
 from linjac._errors import ModeError, compose
 from linjac._plan import DIRECTION, OTHER, JacobianPlan, Options, Side
-from linjac._program import Data, Program, TracedProgram, bytes_of_direction, first_line
+from linjac._program import Data, Program, TracedProgram, bytes_of_direction, first_line, mode_error
 from linjac._sweeps import Recipe, ends
 from linjac._tree import is_complex, promoted, size_of
 
@@ -144,14 +144,11 @@ def _resolve_mode(
     if len(refused) == 2:
         lines = [f"{DIRECTION[mode]}: {reason}" for mode, reason in refused.items()]
         remedy = "give that part a derivative rule that JAX can push forward or transpose"
-        raise _raised(program, ModeError(compose(who, "no mode works for this function", lines, remedy)))
+        raise mode_error(who, "no mode works for this function", program, remedy, lines)
     if options.mode in refused:
         other = OTHER[options.mode]
-        lines = [refused[options.mode]]
-        raise _raised(
-            program,
-            ModeError(compose(who, f"mode={options.mode!r} cannot work here", lines, f"use mode={other!r}")),
-        )
+        what = f"mode={options.mode!r} cannot work here"
+        raise mode_error(who, what, program, f"use mode={other!r}", [refused[options.mode]])
     if options.mode in DIRECTION:
         return options.mode, _custom_note(program, options.mode)
     available = [mode for mode in DIRECTION if mode not in refused]
@@ -198,12 +195,6 @@ def _custom_note(program: Program, mode: str) -> tuple[str, ...]:
     if mode == "fwd" and program.kernel is not None and program.kernel.is_custom:
         return ("forward: through the transposed pullback, since the function has a custom_vjp",)
     return ()
-
-
-def _raised(program: Program, error: ModeError) -> ModeError:
-    """With JAX's own error chained."""
-    error.__cause__ = next(iter(program.obstacles.values()), None)
-    return error
 
 
 # how it is swept ------------------------------------------------------------------------------------------------------

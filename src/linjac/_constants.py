@@ -77,12 +77,12 @@ def _open(jaxpr: Jaxpr, *args: Any) -> list[Any]:
         opener = _OPENERS.get(eqn.primitive.name) if hidden else None
         outs = opener(eqn, operands) if opener is not None else None
         if outs is None:
-            outs = _single(jaxpr, eqn)(*operands)
+            outs = single(jaxpr, eqn)(*operands)
         values.update(zip(eqn.outvars, outs, strict=True))
     return [read(var) for var in jaxpr.outvars]
 
 
-def _single(jaxpr: Jaxpr, eqn: Any) -> Callable[..., list[Any]]:
+def single(jaxpr: Jaxpr, eqn: Any) -> Callable[..., list[Any]]:
     """One equation as a function of its operands."""
     variables = list(dict.fromkeys(var for var in eqn.invars if not isinstance(var, Literal)))
     alone = jaxpr.replace(consts=[], constvars=[], eqns=[eqn], invars=variables, outvars=list(eqn.outvars))
@@ -157,7 +157,7 @@ def _open_custom_vjp(eqn: Any, operands: list[Any]) -> list[Any]:
 
 def _alone(eqn: Any) -> Callable[..., list[Any]]:
     inner = eqn.params["call_jaxpr"]
-    return _single(inner, eqn)
+    return single(inner, eqn)
 
 
 _OPENERS: dict[str, Callable[[Any, list[Any]], list[Any] | None]] = {

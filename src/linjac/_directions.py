@@ -12,8 +12,6 @@ import jax.numpy as jnp
 from beartype import beartype
 from jax import lax
 from jax.extend.core import Literal
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Int, jaxtyped
 
 from linjac._constants import Jaxpr, scan_counts, subjaxprs
@@ -142,10 +140,7 @@ def product_of_rows(product: Product, rows: list[Any], size: int) -> list[Any]:
 
 def zeros_before(aval: Any, count: int) -> jax.Array:
     """Zeros of a type with one more leading axis, laid out over an explicit mesh as the type is."""
-    sharding = explicit_sharding(aval)
-    if sharding is not None:
-        sharding = NamedSharding(sharding.mesh, P(None, *sharding.spec))
-    return jnp.zeros((count, *aval.shape), aval.dtype, out_sharding=sharding)
+    return jnp.zeros((count, *aval.shape), aval.dtype, out_sharding=explicit_sharding(aval, before=1))
 
 
 def sweep(product: Product, take: Take, types: Sequence[Any], count: int, limit: int, like: Sequence[Any]) -> list[Any]:

@@ -22,13 +22,13 @@ from linjac._environment import environment
 from linjac._errors import SHOWN, compose
 from linjac._jacobian import Differentiated, resolve_options
 from linjac._mode_report import Agreement, ModeReport, Timing, clear_winner
-from linjac._options import check_choice, check_chunk_size, check_count, check_flag
+from linjac._options import check_choice, check_chunk_size, check_count, check_flag, is_number
 from linjac._plan import DIRECTION, JacobianPlan, Options
 from linjac._program import Data, alive, first_line
 from linjac._sweeps import work
 from linjac._timing import LEAST, Thunk, agreed, calls_in_sample, in_turns, warm_seconds
 from linjac._tracing import ByValue, Traced
-from linjac._tree import in_trace, is_inexact, short
+from linjac._tree import in_trace, inside_transformation, is_inexact, short
 
 WHO = "measure_jacobian"
 ROUNDS = 30
@@ -147,7 +147,7 @@ def _check_chunks(chunk_size: Any) -> tuple[int | None, ...]:
 
 def _check_number(name: str, value: Any, *, positive: bool) -> float:
     what = f"{name} must be a {'positive' if positive else 'non-negative'} finite number"
-    if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
+    if not is_number(value):
         raise TypeError(compose(WHO, f"{what}, got {type(value).__name__}"))
     if not math.isfinite(value) or value < 0 or (positive and value == 0):
         raise ValueError(compose(WHO, f"{what}, got {value}"))
@@ -261,7 +261,7 @@ def _ways(differentiated: Differentiated, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _refuse_trace(leaves: Sequence[Any]) -> None:
-    if in_trace(leaves, [jnp.zeros(())]):
+    if in_trace(leaves) or inside_transformation():
         what = "nothing can be measured inside a trace, where nothing runs"
         remedy = (
             "call it outside jax.jit, jax.vmap and jax.grad, and inside pass report.plan as mode to linjac.jacobian"

@@ -23,6 +23,11 @@ def _integer(value: object) -> int | None:
         return None
 
 
+def is_number(value: object) -> bool:
+    """Whether a value is a real number, Python's or NumPy's, and no bool."""
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool | np.bool_)
+
+
 def check_count(who: str, name: str, value: object, default: str) -> int | None:
     """A positive integer, or None for the default."""
     if value is None:

@@ -237,9 +237,10 @@ def _estimate(program: Program, direction: str) -> int:
     return max(ends, bytes_per_direction(jaxpr, [i >= held for i in range(len(jaxpr.invars))]))
 
 
-def mode_error(who: str, what: str, program: Program, remedy: str) -> ModeError:
-    """A ModeError that names every obstacle and is raised from the first one."""
-    lines = [f"{name}: {type(err).__name__}: {first_line(err)}" for name, err in program.obstacles.items()]
+def mode_error(who: str, what: str, program: Program, remedy: str, lines: Sequence[str] | None = None) -> ModeError:
+    """A ModeError that names every obstacle (in the caller's `lines`, where given) and is raised from the first one."""
+    if lines is None:
+        lines = [f"{name}: {type(err).__name__}: {first_line(err)}" for name, err in program.obstacles.items()]
     error = ModeError(compose(who, what, lines, remedy))
     error.__cause__ = next(iter(program.obstacles.values()), None)
     return error

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from linjac._blocks import as_blocks, as_matrix
 from linjac._cut import Cut, find_cut, matrix_of, rows_of_cut
@@ -69,10 +67,7 @@ def _axes(aval: Any) -> tuple[int, ...]:
 
 def _empty(aval: Any, dtype: Any, count: int, forward: bool) -> Any:
     """A part of zeros, sharded on a mesh with explicit axes as its leaf is."""
-    sharding = explicit_sharding(aval)
-    if sharding is not None:
-        spec = P(*sharding.spec, None) if forward else P(None, *sharding.spec)
-        sharding = NamedSharding(sharding.mesh, spec)
+    sharding = explicit_sharding(aval, after=1) if forward else explicit_sharding(aval, before=1)
     axes = _axes(aval)
     return jnp.zeros((*axes, count) if forward else (count, *axes), dtype, out_sharding=sharding)
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from linjac._constants import Jaxpr, equations, evaluate, place_of, scan_counts, subjaxprs
+from linjac._constants import Jaxpr, equations, evaluate, place_of, scan_counts, single, subjaxprs
 from linjac._tree import is_inexact, type_of
 
 LIMIT = 20_000  # steps of one tape; a loop that would make it longer stays one step
@@ -187,18 +187,6 @@ class Tape:
         for turn in range(trips):
             state = self._play(eqn.params["body_jaxpr"], [*held, *state], context.turn(turn, "while_loop"))
         return state
-
-
-def single(jaxpr: Jaxpr, eqn: Any) -> Callable[..., list[Any]]:
-    """One equation as a function of its operands."""
-    variables = list(dict.fromkeys(var for var in eqn.invars if not isinstance(var, Literal)))
-    alone = jaxpr.replace(consts=[], constvars=[], eqns=[eqn], invars=variables, outvars=list(eqn.outvars))
-    places = [eqn.invars.index(var) for var in variables]
-
-    def run(*operands: Any) -> list[Any]:
-        return evaluate(alone, [], *[operands[i] for i in places])
-
-    return run
 
 
 def _inner(eqn: Any) -> Any:

@@ -4,7 +4,7 @@ This module must not know what is compared.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import numpy as np
 
 from linjac._constants import equations
 from linjac._errors import compose
+from linjac._options import is_number
 from linjac._report import Difference
 from linjac._tree import is_inexact, short_dtype
 
@@ -59,11 +60,12 @@ def check_tolerance(who: str, name: str, value: object) -> float | None:
     """A non-negative number or None."""
     if value is None:
         return None
-    if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
+    if not is_number(value):
         raise TypeError(compose(who, f"{name} must be a number or None (from the dtype), got {type(value).__name__}"))
-    if not 0 <= float(value) < float("inf"):
+    number = float(cast(Any, value))
+    if not 0 <= number < float("inf"):
         raise ValueError(compose(who, f"{name} must not be negative, and finite, got {value}"))
-    return float(value)
+    return number
 
 
 def tolerances(rtol: float | None, atol: float | None, types: Sequence[Any], jaxpr: Any) -> Tolerances:

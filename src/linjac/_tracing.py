@@ -426,8 +426,7 @@ class ByValue(NamedTuple):
 
 def refuse_types(who: str, call: Call, root: str) -> None:
     """A function that needs values cannot be traced with types alone."""
-    pairs = zip(call.traced_names(root), call.traced, strict=True)
-    bad = [f"{name}: {short(leaf)}" for name, leaf in pairs if isinstance(leaf, jax.ShapeDtypeStruct)]
+    bad = call.types_given(root)
     if bad:
         what = "fun needs the values of its arguments in Python, and these are types"
         raise TypeError(compose(who, what, bad, "pass arrays"))

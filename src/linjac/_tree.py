@@ -122,20 +122,18 @@ def struct_of(aval: Any) -> jax.ShapeDtypeStruct:
     )
 
 
-def explicit_sharding(aval: Any) -> Any:
-    """The sharding that is part of a type on a mesh with explicit axes, else None."""
+def explicit_sharding(aval: Any, *, before: int = 0, after: int = 0) -> Any:
+    """The sharding that is part of a type on a mesh with explicit axes, else None; with more axes, not sharded."""
     sharding = getattr(aval, "sharding", None)
     if sharding is None or sharding.mesh.empty or AxisType.Explicit not in sharding.mesh.axis_types:
         return None
-    return sharding
+    return NamedSharding(sharding.mesh, PartitionSpec(*[None] * before, *sharding.spec, *[None] * after))
 
 
 def laid_like(leaf: Any, aval: Any) -> Any:
     """A batch of vectors (axis 0), on a mesh with explicit axes sharded as its type is."""
-    sharding = explicit_sharding(aval)
-    if sharding is None:
-        return leaf
-    return jax.sharding.reshard(leaf, NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec)))
+    sharding = explicit_sharding(aval, before=1)
+    return leaf if sharding is None else jax.sharding.reshard(leaf, sharding)
 
 
 def axes_of(aval: Any) -> frozenset[str]:
