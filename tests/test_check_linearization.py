@@ -406,3 +406,8 @@ def test_random_numbers_of_the_default_dtype_are_not_compared_with_those_of_floa
     assert report
     why = "fun draws other random numbers in float64: give the functions of jax.random a dtype"
     assert [c.stage for c in report.skipped if c.detail == why] == ["precision", "finite differences"]
+
+
+def test_a_function_of_python_floats_may_return_one():
+    assert testing.check_linearization(lambda s: s**2, 2.0, key=KEY, directions=2)
+    assert testing.check_jacobian(lambda s: s**2, 2.0)

@@ -41,8 +41,9 @@ class Case(NamedTuple):
 
 
 def moving(tree: Any) -> Flat:
-    """The inexact leaves of a result."""
-    return [leaf for leaf in jax.tree_util.tree_leaves(tree) if leaf.dtype != float0 and is_inexact(type_of(leaf))]
+    """The inexact leaves of a result, as arrays (a function of Python floats may return one)."""
+    leaves = [leaf for leaf in jax.tree_util.tree_leaves(tree) if getattr(leaf, "dtype", None) != float0]
+    return [jax.numpy.asarray(leaf) for leaf in leaves if is_inexact(type_of(leaf))]
 
 
 # structure ------------------------------------------------------------------------------------------------------------
