@@ -475,7 +475,7 @@ def test_cases_are_checked(path):
         "linjac.testing.record_baseline: store_inputs must be True or False, got int"
     )
     assert refuse(ValueError, {"a": (X,)}, rtol=-1.0) == (
-        "linjac.testing.record_baseline: rtol must not be negative, and finite, got -1.0"
+        "linjac.testing.record_baseline: rtol must be a non-negative finite number or None (from the dtype), got -1.0"
     )
     assert not path.exists()
 

@@ -316,6 +316,9 @@ def test_scenarios_with_wrong_rules_are_not(name):
         (lambda x: jnp.arctan2(x, jnp.flip(x)), [1.0, -2.0]),
         (lambda x: jax.nn.logsumexp(1e3 * x), [1.0, -2.0]),
         (lambda x: jnp.linalg.cholesky(jnp.outer(x, x) + jnp.eye(2, dtype=F)), [1.0, -2.0]),
+        (lambda x: jnp.linalg.cholesky(jnp.outer(x, x) + jnp.eye(3, dtype=F), upper=True), [1.0, -2.0, 0.5]),
+        (lambda x: jax.scipy.linalg.expm(jnp.outer(x, x)), [1.0, -0.5]),
+        (lambda x: jax.random.gamma(jax.random.key(0), jnp.exp(x), dtype=F), [1.0, -2.0]),
         (lambda x: jnp.linalg.eigh(jnp.outer(x, x) + jnp.diag(x)), [1.0, -2.0]),
         (lambda x: jnp.fft.rfft(x), [1.0, -2.0, 3.0]),
         (lambda x: jnp.cumsum(x).at[0].set(x[1]), [1.0, -2.0, 3.0]),
@@ -408,7 +411,10 @@ def test_refusals():
     assert message(TypeError, 3, X) == who + "fun must be callable, got int"
     assert message(ValueError, jnp.sin, X, argnums=2) == who + "argnums=2 is out of range for 1 positional argument"
     assert message(TypeError, jnp.sin, X, key=3).startswith(who + "key must be a PRNG key, got")
-    assert message(ValueError, jnp.sin, X, rtol=-1.0) == who + "rtol must not be negative, and finite, got -1.0"
+    assert (
+        message(ValueError, jnp.sin, X, rtol=-1.0)
+        == who + "rtol must be a non-negative finite number or None (from the dtype), got -1.0"
+    )
     assert message(TypeError, lambda x: x if x[0] > 0 else -x, X) == (
         who + "fun branches in Python on the value of an array (TracerBoolConversionError): it has no one program\n"
         "use jax.lax.cond, jax.lax.while_loop or jnp.where"

@@ -230,8 +230,12 @@ def test_key_used_twice():
         ({"argnums": None}, TypeError, "argnums must be an int or a sequence of ints, got None"),
         ({"holomorphic": 1}, TypeError, "holomorphic must be True or False, got int"),
         ({"chunk_size": 0}, ValueError, "chunk_size must be a positive int or None (chosen from memory_budget), got 0"),
-        ({"rtol": True}, TypeError, "rtol must be a number or None (from the dtype), got bool"),
-        ({"atol": float("inf")}, ValueError, "atol must not be negative, and finite, got inf"),
+        ({"rtol": True}, TypeError, "rtol must be a non-negative finite number or None (from the dtype), got bool"),
+        (
+            {"atol": float("inf")},
+            ValueError,
+            "atol must be a non-negative finite number or None (from the dtype), got inf",
+        ),
     ],
 )
 def test_refusals(options, kind, text):
@@ -245,3 +249,12 @@ def test_what_jacobian_refuses_is_refused():
         check_jacobian(lambda z: jnp.conj(z), X.astype(C))
     with pytest.raises(linjac.ModeError):
         check_jacobian(BY_NAME["while_loop"].fun, *BY_NAME["while_loop"].primals, mode="rev")
+
+
+@pytest.mark.parametrize("argnums", [0, (0,), (0, 1)])
+def test_integer_arguments_have_no_blocks(argnums):
+    fun = lambda i, x: i.astype(F) * x
+    report = check_jacobian(fun, jnp.array([1, 2]), jnp.asarray([1.0, 2.0], F), argnums=argnums, allow_int=True)
+    assert report, str(report)
+    ran = {c.stage for c in report.criteria if c.outcome == "passed"}
+    assert ("products" in ran) == (argnums == (0, 1))

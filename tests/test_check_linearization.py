@@ -376,8 +376,8 @@ def test_failed_report_raises_with_its_text():
         ({"directions": 0}, ValueError, "directions must be a positive int or None (8), got 0"),
         ({"directions": None}, TypeError, "directions must be a positive int, got None"),
         ({"directions": True}, TypeError, "directions must be a positive int or None (8), got True"),
-        ({"rtol": -1.0}, ValueError, "rtol must not be negative, and finite, got -1.0"),
-        ({"atol": "x"}, TypeError, "atol must be a number or None (from the dtype), got str"),
+        ({"rtol": -1.0}, ValueError, "rtol must be a non-negative finite number or None (from the dtype), got -1.0"),
+        ({"atol": "x"}, TypeError, "atol must be a non-negative finite number or None (from the dtype), got str"),
         ({"linear_fn": jnp.sin}, TypeError, "linear_fn must be a linjac.Linearization or None, got "),
         ({"argnums": 4}, ValueError, "argnums=4 is out of range for 1 positional argument"),
         ({"has_aux": 1}, TypeError, "has_aux must be True or False, got int"),
@@ -411,3 +411,67 @@ def test_random_numbers_of_the_default_dtype_are_not_compared_with_those_of_floa
 def test_a_function_of_python_floats_may_return_one():
     assert testing.check_linearization(lambda s: s**2, 2.0, key=KEY, directions=2)
     assert testing.check_jacobian(lambda s: s**2, 2.0)
+
+
+def test_a_gamma_distribution_has_no_differences():
+    """Its rule is the derivative of the distribution at the quantile of the draw, not of one draw."""
+
+    def fun(a):
+        return jax.random.gamma(jax.random.key(3), jnp.abs(a) + 1.5, dtype=F)
+
+    report = check(fun, X)
+    assert report, str(report)
+    assert "finite differences" in {c.stage for c in report.skipped}
+    assert "gamma" in found(report, "finite differences").detail
+
+
+STAIRS = {
+    "1e2": lambda x: jnp.round(x * 1e2) / 1e2 + x,
+    "1e4": lambda x: jnp.round(x * 1e4) / 1e4 + x,
+    "1e6": lambda x: jnp.round(x * 1e6) / 1e6 + jnp.sin(x),
+    "floor": lambda x: jnp.floor(x * 1e3) * x,
+}
+
+
+@pytest.mark.parametrize("name", STAIRS)
+def test_a_function_of_small_stairs_raises_no_alarm(name):
+    point = jnp.asarray([0.3123, 1.7001, -0.42], F)
+    assert check(STAIRS[name], point), name
+    assert testing.bisect_linearization(STAIRS[name], point), name
+
+
+@pytest.mark.parametrize("stairs", [1e3, 1e6])
+def test_a_wrong_rule_on_small_stairs_still_fails(stairs):
+    @jax.custom_jvp
+    def sine(x):
+        return jnp.sin(x)
+
+    sine.defjvp(lambda p, t: (sine(*p), (jnp.cos(p[0]) * t[0] * 1.01).astype(F)))
+    report = check(lambda x: jnp.round(x * stairs) / stairs + sine(x), X)
+    assert report.where == "finite differences"
+
+
+CANCELLING = {
+    "square": lambda x: (1e4 + x) ** 2 - 1e8,
+    "product": lambda x: (1e3 + x) * (1e3 - x) - 1e6,
+    "sum": lambda x: jnp.sum(x * 1e4) - jnp.sum(x) * 1e4 + x,
+    "variance": lambda x: jnp.mean((x + 1e3) ** 2) - jnp.mean(x + 1e3) ** 2 + x[0],
+}
+
+
+@pytest.mark.parametrize("name", CANCELLING)
+def test_roundings_inside_are_no_fault_of_a_product(name):
+    """Compiled code rounds elsewhere than code that runs op by op: only `precision` may say that digits are lost."""
+    report = check(CANCELLING[name], jnp.asarray([0.3123, 1.7, -0.42], jnp.float32), directions=4)
+    assert {c.stage for c in report.failed} <= {"precision"}, str(report)
+    report = testing.check_jacobian(CANCELLING[name], jnp.asarray([0.3123, 1.7, -0.42], jnp.float32))
+    assert {c.stage for c in report.failed} <= {"precision"}, str(report)
+
+
+def test_checks_of_functions_made_in_a_loop_do_not_warn():
+    for scale in range(6):
+        fun = lambda x: jnp.sin(x) * scale
+        assert testing.check_jacobian(fun, X)
+        assert testing.check_linearization(fun, X, key=KEY, directions=1)
+        linjac.measure_jacobian(fun, rounds=1, seconds=1e-9)(X)
+    linjac.jacobian(fun)(X)

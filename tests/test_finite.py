@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from linjac._finite import SLACK, STEPS, central_difference, order, slope, taylor_test
+from linjac._finite import SLACK, STEPS, Slope, between_jumps, central_difference, order, slope, taylor_test
 
 X = np.array([0.3, -0.7, 1.1])
 V = np.array([1.0, 0.5, -2.0])
@@ -86,3 +86,30 @@ def test_fast_oscillation_is_resolved():
     x = np.linspace(0.1, 3, 20)
     found = slope(lambda leaves: [np.sin(200 * leaves[0])], [x], [3 * np.ones(20)])
     np.testing.assert_allclose(found.estimate[0], 600 * np.cos(200 * x), atol=1e-4)
+
+
+@pytest.mark.parametrize("width", [1e-2, 1e-4, 1e-6])
+def test_between_the_jumps_of_a_function_its_slope_counts(width):
+    """Wide steps see a slope of 2, steps between the jumps 1; a wrong product has no excuse on either."""
+    fun = lambda leaves: [np.round(leaves[0] / width) * width + leaves[0]]
+    point = [(np.array([31.0, -70.0, 110.0]) + 0.2) * width]  # far enough from the jumps
+    direction = [V]
+    flat = Slope([2 * V], [np.zeros(3)], [np.zeros(3, bool)], [1e-2], fun(point), [fun(point)])
+    assert between_jumps(fun, point, direction, flat, [V])[0].all()
+    assert not between_jumps(fun, point, direction, flat, [1.01 * V])[0].any()
+    assert not between_jumps(fun, point, direction, flat, [2 * V])[0].any()
+
+
+def test_a_smooth_function_excuses_no_wrong_product():
+    point, direction, calls = [X], [V], []
+
+    def fun(leaves):
+        calls.append(None)
+        return sine(leaves)
+
+    seen = slope(sine, point, direction)
+    for factor in (1.001, 0.0, -1.0):
+        assert not between_jumps(fun, point, direction, seen, [factor * np.cos(X) * V])[0].any()
+    assert len(calls) == 18
+    between_jumps(fun, point, direction, seen, [np.cos(X) * V])
+    assert len(calls) == 18

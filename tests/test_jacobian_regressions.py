@@ -119,9 +119,16 @@ def test_other_types_are_traced_although_some_need_values():
     assert isinstance(linjac.plan_jacobian(fun)(W).compile(), int), "a plan of what runs op by op does not compile"
 
 
-def test_a_branch_with_jit_disabled():
-    with jax.disable_jit():
-        close(linjac.jacobian(branching)(X), jax.jacfwd(branching)(X))
+def test_a_branch_with_jit_disabled_is_not_called_slow():
+    def fun(x):
+        return branching(x)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with jax.disable_jit():
+            close(linjac.jacobian(fun)(X), jax.jacfwd(fun)(X))
+    with pytest.warns(linjac.PerformanceWarning, match="op by op"):
+        linjac.jacobian(fun)(X)
 
 
 @pytest.mark.parametrize("who", ["plan_jacobian", "residual_bytes"])

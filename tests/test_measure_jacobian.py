@@ -619,3 +619,28 @@ def test_the_example_draws_every_sample(tmp_path, capsys):
         for line, timing in zip(axes.get_lines(), timings, strict=True):
             np.testing.assert_allclose(line.get_xdata(), 1e6 * np.asarray(timing.seconds))
     assert capsys.readouterr().out.count("linjac.measure_jacobian: ") == 3
+
+
+@pytest.mark.parametrize("switch", [jax.debug_nans, jax.debug_infs, jax.disable_jit])
+def test_switches_for_debugging_are_off_meanwhile(switch):
+    def fun(x):
+        return jnp.log(x - x) * x
+
+    with switch(True):
+        report = linjac.measure_jacobian(fun, rounds=1)(X3)
+    assert report.compiled
+    flags = dict(report.environment.flags)
+    assert (flags["jax_debug_nans"], flags["jax_disable_jit"]) == ("False", "False")
+
+
+@pytest.mark.parametrize("chunks", [[1, 2], (1, 2), range(1, 3), np.array([1, 2])])
+def test_several_chunks_in_any_sequence(chunks):
+    report = linjac.measure_jacobian(wide, modes="rev", chunk_size=chunks, rounds=1)(X6)
+    assert [timing.plan.chunk_size for timing in report.candidates] == [1, 2]
+
+
+@pytest.mark.parametrize("q", [2.0, -0.1, float("nan")])
+def test_a_quantile_is_a_share(q):
+    report = linjac.measure_jacobian(wide, rounds=1)(X6)
+    with pytest.raises(ValueError, match="q must be a number from 0 to 1"):
+        report.candidates[0].quantile(q)

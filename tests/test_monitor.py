@@ -969,3 +969,82 @@ def test_threads_keep_their_calls_apart(linear_fn):
     assert (found["jacobian"]["calls"], found["jacobian"]["directions"], found["jacobian"]["refused"]) == (4, 12, {})
     assert found["linear_fn"]["refused"] == {"TangentError: shape": 4}
     assert monitor.snapshot()["totals"]["traces"] == 1
+
+
+# turned off while calls run -------------------------------------------------------------------------------------------
+def test_turned_off_before_the_function_looks_the_next_call_is_counted(monkeypatch):
+    """As another thread may, between the look at `active` and the call."""
+    monitor, jac = linjac.Monitor(), linjac.jacobian(fresh())
+
+    class Stopping(_watch.Call):
+        def __init__(self, *args):
+            super().__init__(*args)
+            monitor.stop()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_watch, "Call", Stopping)
+        monitor.start()
+        jac(X)
+    with monitor:
+        jac(X)
+        jac(X)
+    assert only_row(monitor)["calls"] == 3
+
+
+def test_a_call_in_which_it_is_turned_off_is_counted_whole_and_limited():
+    monitor = linjac.Monitor(max_directions=8)
+
+    def fun(x):
+        if monitor._depth:
+            monitor.stop()
+        return tall(x)
+
+    monitor.start()
+    linjac.jacobian(fun)(X)
+    snapshot = monitor.snapshot()
+    assert (only_row(monitor)["calls"], only_row(monitor)["directions"]) == (1, 3)
+    assert sum(function["traces"] for function in snapshot["functions"].values()) == 1
+
+    def long(x):
+        if monitor._depth:
+            monitor.stop()
+        return jnp.outer(x, x)[:, :2]
+
+    monitor.start()
+    with pytest.raises(linjac.LimitError, match="max_directions"):
+        linjac.jacobian(long)(array(real(9, seed=4)))
+
+
+WITH_AUX = {
+    "jacobian": (lambda fun: linjac.jacobian(fun, has_aux=True), 12 + 100),
+    "value_and_jacobian": (lambda fun: linjac.value_and_jacobian(fun, has_aux=True), 12 + 4 + 100),
+    "op by op": (lambda fun: linjac.value_and_jacobian(fun, has_aux=True, jit=False), 12 + 4 + 100),
+    "linearize_many": (lambda fun: functools.partial(linjac.linearize_many, fun, has_aux=True), 4 + 100),
+}
+
+
+@pytest.mark.parametrize("name", WITH_AUX)
+def test_value_and_aux_count_in_the_result(name):
+    transform, numbers = WITH_AUX[name]
+
+    def fun(x):
+        return 2 * tall(x) - tall(x), jnp.broadcast_to(x[0], (100,))
+
+    want = numbers * FLOAT + (linjac.residual_bytes(fun, X, has_aux=True) if name == "linearize_many" else 0)
+    with linjac.Monitor(max_result_bytes=want):
+        transform(fun)(X)
+    with linjac.Monitor(max_result_bytes=want - 1), pytest.raises(linjac.LimitError, match=f"wanted {want:,}"):
+        transform(fun)(X)
+
+
+def test_a_failing_call_inside_a_trace_counts_as_traced():
+    monitor = linjac.Monitor()
+
+    def outer(y):
+        with contextlib.suppress(linjac.TangentError):
+            linjac.linearize_many(fresh(), X)[1](V[:2])
+        return y
+
+    with monitor:
+        jax.jit(outer)(X)
+    assert {(row["calls"], row["traced_calls"]) for row in monitor.snapshot()["entries"]} == {(0, 1)}

@@ -89,7 +89,7 @@ def record_baseline(
         TypeError: An option or a leaf of a case cannot be recorded; every such leaf is named.
         ValueError: An option has a wrong value, or two cases have the same inputs.
         VerificationError: A `Refused` case is not refused, or with another error.
-        FileNotFoundError: The folder of `path` does not exist.
+        OSError: The file cannot be written; `FileNotFoundError` where the folder of `path` does not exist.
 
     Example:
         >>> import os, tempfile
@@ -240,6 +240,7 @@ def check_baseline(
 
     Raises:
         VerificationError: The file is not a baseline, damaged, or written by a newer linjac.
+        OSError: The file cannot be opened; `FileNotFoundError` where there is none.
         ValueError: `cases` are not the recorded ones, or are needed and missing.
         TypeError: An option has the wrong type.
 

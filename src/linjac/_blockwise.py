@@ -74,7 +74,7 @@ class Blockwise:
         leaves, wide_ = moving(tree), len(self.subject.inputs.types)
         if self._is_matrix(tree):
             return self._cut(np.asarray(tree))
-        return [leaves[i : i + wide_] for i in range(0, len(leaves), wide_)] if wide_ else []
+        return [leaves[i : i + wide_] for i in range(0, len(leaves), wide_)] if wide_ else [[] for _ in self._outer()]
 
     def _is_matrix(self, tree: Any) -> bool:
         many = len(self.subject.inputs.types) * len(self.subject.outputs.types) > 1

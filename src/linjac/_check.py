@@ -19,11 +19,12 @@ from linjac._keys import keys
 from linjac._linearization import Linearization
 from linjac._linearize import linearize_many
 from linjac._options import check_choice, check_chunk_size, check_count, check_flag, settled_argnums
-from linjac._precision import Doubled, finite_differences, precision
+from linjac._precision import finite_differences, precision
 from linjac._probe import Probe, Verdict, decide
 from linjac._report import SKIPPED, CheckReport, Criterion
 from linjac._subject import Leaves, Subject, check_key, generator
 from linjac._tolerances import Tolerances, check_tolerance, tolerances
+from linjac._tracing import uncounted
 from linjac._tree import short
 
 PROBES = 4  # random directions on each side of a Jacobian, and as many basis directions
@@ -51,8 +52,9 @@ def check_linearization(
     ⟨J v, c⟩ = ⟨v, Jᵀ c⟩. What cannot be had for this function is skipped, with the reason.
 
     Costs, with d directions: one trace and about 3 compilations of a linearization and 8 of its products; 4 d calls of
-    `fun` under `jax.jvp` or `jax.vjp`, op by op; 9 calls to see the effect of roundoff; 18 to 60 calls in float64 (up
-    to 27 more for each input leaf where finite differences disagree). A small model takes a second or two.
+    `fun` under `jax.jvp` or `jax.vjp`, op by op; 9 calls, and 2 d + 1 in float64, to see the effect of roundoff; 18 to
+    60 more calls in float64 (up to 33 for each input leaf where finite differences disagree). A small model takes a
+    second or two.
 
     Args:
         fun: The function.
@@ -90,7 +92,8 @@ def check_linearization(
         raise TypeError(compose(who, f"linear_fn must be a linjac.Linearization or None, got {short(linear_fn)}"))
     subject = Subject(who, "primals", fun, primals, argnums, has_aux)
     traced = hasattr(subject.jaxpr, "eqns")
-    found = linearize_many(fun, *primals, argnums=subject.positions, has_aux=subject.has_aux, jit=traced)
+    with uncounted():
+        found = linearize_many(fun, *primals, argnums=subject.positions, has_aux=subject.has_aux, jit=traced)
     fitting = _tolerances(subject, limits)
     probe = Probe(subject, generator(key), count, fitting)
     case = one.Case(probe, found[0], found[1] if linear_fn is None else linear_fn)
@@ -120,7 +123,8 @@ def check_jacobian(
     in every mode; PRNG keys used twice; `jax.jit`, `jax.vmap`, chunks; one mode against the other; the CPU.
 
     Costs about 7 Jacobians (each mode, `jit`, `vmap`, three chunk sizes), most of them compiled for this alone, and 16
-    calls of `fun` under `jax.jvp` or `jax.vjp`, op by op; 9 calls to see the effect of roundoff; 18 to 60 in float64.
+    calls of `fun` under `jax.jvp` or `jax.vjp`, op by op; 9 calls, and 9 in float64, to see the effect of roundoff; 18
+    to 60 more in float64.
 
     Args:
         fun: The function.
@@ -170,21 +174,21 @@ def check_jacobian(
     probe = Probe(subject, np.random.default_rng(0), PROBES, fitting)
     options["jit"] = hasattr(subject.jaxpr, "eqns")
     given = jacobian(*args) if callable(jacobian) else jacobian
-    blockwise = Blockwise(probe, mode, not isinstance(positions, tuple), options, given)
+    with uncounted():
+        blockwise = Blockwise(probe, mode, not isinstance(positions, tuple), options, given)
     title = f"check_jacobian({_name(fun)}: {_types(subject)}, mode={mode!r})"
     return CheckReport(title, _climb(_rungs(blockwise)), fitting.rtol, fitting.atol, fitting.source, environment())
 
 
 def _rungs(case: Blockwise) -> list[Step]:
     """The criteria of a Jacobian, in order."""
-    doubled = Doubled(case.probe)
     whose = "J" if case.given is None else "the given J"
     mine: list[Step] = []
     finite: list[Step] = [("finite values", f"J by mode={m!r}", partial(case.finite, m)) for m in ("fwd", "rev")]
     if case.given is not None:
         mine = [("products", "the given J against linjac.jacobian, block by block", case.given_against_ours)]
         finite.insert(0, ("finite values", whose, partial(case.finite, "given")))
-    differences = partial(case.linear, finite_differences, doubled, case.push)
+    differences = partial(case.linear, finite_differences, case.probe, case.push)
     return [
         ("structure", f"{whose}: outputs outside, arguments inside", case.structure),
         ("shapes and dtypes", f"{whose}: a block is out.shape + in.shape", case.types),
@@ -192,7 +196,7 @@ def _rungs(case: Blockwise) -> list[Step]:
         *mine,
         ("products", f"{whose} times v against jax.jvp", case.products),
         ("products", f"{whose} transposed times c against jax.vjp", case.transposed),
-        ("precision", f"{whose} times v against float64", partial(case.linear, precision, doubled, case.push)),
+        ("precision", f"{whose} times v against float64", partial(case.linear, precision, case.probe, case.push)),
         ("linearity", "J(iv) = i J v", case.holomorphic),
         ("finite differences", f"{whose} times v against differences of fun in float64", differences),
         *finite,
@@ -207,7 +211,6 @@ def _rungs(case: Blockwise) -> list[Step]:
 
 def _ladder(case: one.Case, *, held: bool) -> list[Step]:
     """The criteria of a linearization, in order."""
-    doubled = Doubled(case.probe)
     at: Callable[..., Callable[[], Verdict]] = lambda step: partial(step, case)  # noqa: E731
     point: list[Step] = [("value", "linear_fn is at these primals", at(one.point))] if held else []
     return [
@@ -217,9 +220,13 @@ def _ladder(case: one.Case, *, held: bool) -> list[Step]:
         ("value", "value against fun called now", at(one.value)),
         ("products", "J v against jax.jvp", at(one.products)),
         ("products", "Jᵀ c against jax.vjp", at(one.transposed)),
-        ("precision", "J v against J v in float64", partial(precision, doubled, case.push)),
+        ("precision", "J v against J v in float64", at(lambda case: precision(case.probe, case.push))),
         ("linearity", "L(0) = 0, L(-v) = -L(v), L(u + v) = L(u) + L(v)", at(one.linearity)),
-        ("finite differences", "J v against differences of fun in float64", _finite(doubled, case.push)),
+        (
+            "finite differences",
+            "J v against differences of fun in float64",
+            partial(finite_differences, case.probe, case.push),
+        ),
         ("finite values", "value and J v", at(one.finite_forward)),
         ("finite values", "Jᵀ c", at(one.finite_reverse)),
         ("keys", "no PRNG key used twice", partial(keys, case.subject)),
@@ -232,10 +239,6 @@ def _ladder(case: one.Case, *, held: bool) -> list[Step]:
         ("other mode", "⟨J v, c⟩ = ⟨v, Jᵀ c⟩", at(one.adjoint)),
         ("other backend", "J v against jax.jvp on the CPU", partial(routes.on_cpu, case.probe, case.push)),
     ]
-
-
-def _finite(doubled: Doubled, push: Callable[..., Any]) -> Callable[[], Verdict]:
-    return partial(finite_differences, doubled, push)
 
 
 def _climb(steps: Sequence[Step]) -> tuple[Criterion, ...]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from linjac._constants import subjaxprs
-from linjac._finite import EPS, SLACK, moved, slope
+from linjac._finite import EPS, SLACK, Slope, between_jumps, moved, slope
 from linjac._tape import Local, finite
 from linjac._tolerances import wide
 from linjac._tree import type_of
@@ -23,6 +23,7 @@ STEP = 1e-2  # of differences in float32
 
 _EXEMPT = {
     "stop_gradient": "its derivative is zero on purpose",
+    "random_gamma": "its rule is the derivative of the distribution, not of one draw",
     "custom_linear_solve": "its rule differentiates the solution, not the program that finds it",
 }
 
@@ -78,12 +79,19 @@ def check_rule(local: Local, tangents: Sequence[Any], settings: Settings, rng: n
     if local.step.owner and not same.all():
         return Verdict(product, _ANOTHER)
     direction, scale = _scaled(local, tangents)
-    seen = _differences(local, direction)
-    got = _flat(product) / scale
-    bad = _bad(seen, got, settings, local) & same  # what has no meaning, as above a triangle, may be anything
+    got = [wide(leaf) / scale for leaf in product]
+    seen = _differences(local, direction, got)
+    got = _flat(got)
+    bad = _bad(seen, got, settings, local) & same & _flat(_meant(local)).astype(bool)
     if bad.any():
         return Verdict(product, _words(seen, got, bad) + _blame_forward(local, tangents, settings))
     return Verdict(product, skipped="" if _is_empty(seen) or seen.decided.any() else _NO_VERDICT)
+
+
+def _meant(local: Local) -> list[Any]:
+    """Where the outs have a meaning: LAPACK leaves what it likes above a Cholesky factor, and its users cut it off."""
+    outs = [np.ones(np.shape(local.step.outs[i]), bool) for i in local.outs]
+    return [np.tril(out) for out in outs] if local.step.eqn.primitive.name == "cholesky" else outs
 
 
 def push_only(local: Local, tangents: Sequence[Any]) -> Verdict | None:
@@ -135,7 +143,8 @@ def _scaled(local: Local, tangents: Sequence[Any]) -> tuple[list[Any], float]:
     return [wide(t) / max(ratios) for t in tangents], max(ratios)
 
 
-def _differences(local: Local, direction: Sequence[Any]) -> _Seen:
+def _differences(local: Local, direction: Sequence[Any], product: Sequence[Any] | None = None) -> _Seen:
+    """The slope along a direction; that of `product` where it is the one between the jumps of the equation."""
     point = [wide(x) for x in local.point]
     types = [type_of(x).dtype for x in local.point]
     nested = any(subjaxprs(local.step.eqn))  # which would be traced anew at every call
@@ -146,11 +155,18 @@ def _differences(local: Local, direction: Sequence[Any]) -> _Seen:
         return [wide(out) for out in call(*cast)]
 
     with np.errstate(all="ignore"):
-        return _in_double(fun, point, direction) if _unit(local) < 1e-10 else _in_single(fun, point, direction)
+        if _unit(local) > 1e-10:
+            return _in_single(fun, point, direction)
+        found = slope(fun, point, direction)
+        if product is not None:
+            jumps = between_jumps(fun, point, direction, found, product)
+            settled = [np.where(j, p, e) for j, p, e in zip(jumps, product, found.estimate, strict=True)]
+            kink = [k & ~j for j, k in zip(jumps, found.kink, strict=True)]
+            found = found._replace(estimate=settled, kink=kink)
+        return _in_double(fun, point, direction, found)
 
 
-def _in_double(fun: Any, point: list[Any], direction: Sequence[Any]) -> _Seen:
-    found = slope(fun, point, direction)
+def _in_double(fun: Any, point: list[Any], direction: Sequence[Any], found: Slope) -> _Seen:
     estimate, value, step = _flat(found.estimate), _flat(found.value), found.steps[-1]
     top = _by_leaf(value, found.value)
     noise = 10 * _flat(found.error) + SLACK * EPS * top / step
@@ -230,8 +246,8 @@ def _blame_forward(local: Local, tangents: Sequence[Any], settings: Settings) ->
         if not np.any(wide(alone[k]) != 0):
             continue
         direction, scale = _scaled(local, alone)
-        seen = _differences(local, direction)
-        if _bad(seen, _flat(local.push(alone)[1]) / scale, settings, local).any():
+        got = [wide(leaf) / scale for leaf in local.push(alone)[1]]
+        if _bad(_differences(local, direction, got), _flat(got), settings, local).any():
             wrong.append(i)
     return _operands(wrong)
 

@@ -19,6 +19,7 @@ FIRST, RATIO, STEPS = 1e-2, 1.0 / 3.0, 13  # steps from 1e-2 down to 2e-8 of the
 COLUMNS = 4  # of the extrapolation: errors of order h², h⁴, h⁶, h⁸ are removed
 CONVERGED = 1e-8  # relative error below which smaller steps gain nothing
 SLACK = 64.0  # roundings of a value that one difference may hold
+SMALL = (1e-7, 4e-8, 2e-8)  # steps that may lie between two jumps of a function
 
 type Vector = Sequence[Any]  # arrays, one a leaf
 type Function = Callable[[list[Any]], Sequence[Any]]
@@ -129,6 +130,27 @@ class _Table:
     def forget(self, where: Any) -> None:
         """Drop the estimates of elements whose steps still reach across a kink."""
         self.best, self.error = np.where(where, self.rows[-1][0], self.best), np.where(where, np.inf, self.error)
+
+
+def between_jumps(fun: Function, point: Vector, direction: Vector, seen: Slope, product: Vector) -> list[Any]:
+    """True where two of three small steps have the slope `product`, and clearly not the one that was seen.
+
+    So it is for a function that rounds: wide steps see its stairs as a slope. A smooth function has one slope at all
+    steps, so a wrong product finds no excuse here. Six calls of `fun`, and none where both slopes agree.
+
+    Returns:
+        One boolean array for each output leaf.
+    """
+    value, votes = _ravel(seen.value), np.zeros(_ravel(seen.value).shape, int)
+    mine, theirs = _ravel(product), _ravel(seen.estimate)
+    with np.errstate(all="ignore"):
+        size = _by_leaf(np.maximum(np.abs(mine), np.abs(theirs)), seen.value)
+        agree = not (np.abs(mine - theirs) > 2e-6 * size).any()
+        for step in () if agree else SMALL:
+            close = 1e-6 * size + SLACK * EPS * _by_leaf(np.abs(value), seen.value) / step
+            found = _ravel(central_difference(fun, point, direction, step))
+            votes += (np.abs(mine - found) <= close) & (np.abs(theirs - found) > 3 * close)
+    return _split(votes >= 2, seen.value)
 
 
 def order(found: Slope, product: Vector) -> float | None:

@@ -26,7 +26,7 @@ from linjac._plan import JacobianPlan, Options, assemble, resolve_mode
 from linjac._program import Data, Program, alive
 from linjac._sweeps import parts_eagerly, pieces, work
 from linjac._tracing import ByValue, Output, Traced, refuse_types, trace
-from linjac._tree import PyTreeDef
+from linjac._tree import PyTreeDef, bytes_of
 
 type Mode = str | JacobianPlan  # "auto", "fwd", "rev", "measure", or a decision to repeat
 
@@ -294,7 +294,10 @@ class Differentiated:
         traced = self.trace(call)
         if not isinstance(traced, Traced):
             done, plan = self._run_eagerly(call, traced)
-            admit(plan)
+            if _watch.active or _watch.here.state.call:
+                total = done.output.value.total
+                beside = [*(done.outs[:total] if value else []), *done.outs[total:]]
+                admit(plan, sum(map(bytes_of, beside)))
             try:
                 swept = parts_eagerly(done.program, done.data, plan.recipe)
             except Exception as err:
@@ -304,8 +307,9 @@ class Differentiated:
             return self._done(assemble(self.who, plan, found), done.output, done.outs)
         wanted = value or self.options.has_aux
         ready = traced.program.notes.get((self.key, wanted)) or self._ready(traced, wanted)
-        if _watch.active:
-            admit(ready.plan)
+        if _watch.active or _watch.here.state.call:
+            sizes = traced.program.bytes_returned
+            admit(ready.plan, sizes.value * value + sizes.aux * self.options.has_aux)
         try:
             outs, found = alive(self.who, ready.run, traced.constants, traced.point)
         except Exception as err:

@@ -21,7 +21,7 @@ from linjac._options import (
 )
 from linjac._program import Data, Program, TracedProgram, alive, mode_error
 from linjac._tracing import ByValue, refuse_types, trace
-from linjac._tree import bytes_of, short
+from linjac._tree import short
 
 _FIRST = operator.itemgetter(0)
 SMALL = 1 << 20  # bytes of residuals that are stored without asking how much memory there is
@@ -315,8 +315,9 @@ def _linearize(
     if not value:  # of use for products alone; aux is computed when it is asked for
         return None, Linearization(everything, program, RECOMPUTE), lambda: output.rebuild_aux(evaluate())
     chosen = _choose(who, program, strategy, budget, point)
-    if _watch.active:
-        _watch.admit(0, 0, 0, _bytes_of_result(program, chosen))
+    if _watch.active or _watch.here.state.call:
+        sizes, residuals = program.bytes_returned, program.residual_bytes if chosen == STORED else 0
+        _watch.admit(0, 0, 0, sizes.value + sizes.aux + residuals)
     outs: list[Any]
     if chosen == STORED:
         outs, fresh = alive(who, program.run, "stage", program.stage, constants, point)
@@ -341,15 +342,6 @@ def _linearize_eagerly(
 
 def _linearized_eagerly(who: str, call: Call, has_aux: bool, stored: bool) -> _eager.Evaluated:
     return _eager.linearize(who, call, has_aux=has_aux, stored=stored)
-
-
-def _bytes_of_result(program: Program, strategy: str) -> int:
-    """Bytes of the value, and of the residuals where they are stored."""
-    key = ("bytes of a linearization", strategy)
-    if key not in program.notes:
-        value = sum(bytes_of(leaf.aval) for leaf in program.outputs.leaves if leaf.aval is not None)
-        program.notes[key] = value + (program.residual_bytes if strategy == STORED else 0)
-    return program.notes[key]
 
 
 def _choose(who: str, program: TracedProgram, strategy: str, budget: int | None, point: list[Any]) -> str:

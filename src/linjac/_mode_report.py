@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from linjac._environment import Environment
-from linjac._errors import SHOWN
+from linjac._errors import SHOWN, compose
+from linjac._options import is_number
 from linjac._plan import JacobianPlan
 from linjac._timing import Ratio, paired_ratio
 
@@ -42,7 +43,16 @@ class Timing:
     seconds: tuple[float, ...]
 
     def quantile(self, q: float) -> float:
-        """Seconds below which a share `q` of the samples lies, interpolated."""
+        """Seconds below which a share `q` of the samples lies, interpolated.
+
+        Returns:
+            The seconds.
+
+        Raises:
+            ValueError: `q` is no number from 0 to 1.
+        """
+        if not (is_number(q) and 0 <= q <= 1):
+            raise ValueError(compose("Timing.quantile", f"q must be a number from 0 to 1, got {q!r}"))
         return float(np.quantile(np.asarray(self.seconds), q))
 
     @property

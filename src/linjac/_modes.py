@@ -22,12 +22,12 @@ from linjac._environment import environment
 from linjac._errors import SHOWN, compose
 from linjac._jacobian import Differentiated, resolve_options
 from linjac._mode_report import Agreement, ModeReport, Timing, clear_winner
-from linjac._options import check_choice, check_chunk_size, check_count, check_flag, is_number
+from linjac._options import check_choice, check_chunk_size, check_count, check_flag, check_number
 from linjac._plan import DIRECTION, JacobianPlan, Options
 from linjac._program import Data, alive, first_line
 from linjac._sweeps import work
 from linjac._timing import LEAST, Thunk, agreed, calls_in_sample, in_turns, warm_seconds
-from linjac._tracing import ByValue, Traced
+from linjac._tracing import ByValue, Traced, uncounted
 from linjac._tree import in_trace, inside_transformation, is_inexact, short
 
 WHO = "measure_jacobian"
@@ -60,8 +60,9 @@ def measure_jacobian(
     The function really runs, many times: so do its side effects. Nothing that was compiled here is kept, and the
     answer that `mode="measure"` caches is neither used nor changed: give `report.plan` as `mode` to use this one.
 
-    What is timed is the compiled program, without the checks that `linjac.jacobian` makes at each call. A function
-    that branches in Python on values is measured op by op, and the report says so.
+    What is timed is the compiled program, without the checks that `linjac.jacobian` makes at each call; JAX's switches
+    for debugging (`disable_jit`, `debug_nans`, `debug_infs`) are off meanwhile. A function that branches in Python on
+    values is measured op by op, and the report says so.
 
     Args:
         fun: The function.
@@ -105,15 +106,16 @@ def measure_jacobian(
         _check_modes(modes),
         _check_chunks(chunk_size),
         check_count(WHO, "rounds", rounds, str(ROUNDS)) or ROUNDS,
-        _check_number("seconds", seconds, positive=True),
-        None if rtol is None else _check_number("rtol", rtol, positive=False),
+        check_number(WHO, "seconds", seconds, positive=True),
+        None if rtol is None else check_number(WHO, "rtol", rtol),
         check_flag(WHO, "yardsticks", yardsticks),
     )
     differentiated = Differentiated(WHO, fun, argnums, resolved)
 
     @functools.wraps(fun)
     def measure_fun(*args: Any, **kwargs: Any) -> ModeReport:
-        return _report(asked, _ways(differentiated, args, kwargs))
+        with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False), uncounted():
+            return _report(asked, _ways(differentiated, args, kwargs))
 
     return measure_fun
 
@@ -139,19 +141,11 @@ def _check_modes(modes: Any) -> tuple[str, ...] | None:
 
 
 def _check_chunks(chunk_size: Any) -> tuple[int | None, ...]:
-    entries = list(chunk_size) if isinstance(chunk_size, Sequence) and not isinstance(chunk_size, str) else [chunk_size]
+    several = isinstance(chunk_size, list | tuple | range) or getattr(chunk_size, "ndim", 0) == 1
+    entries = list(cast(Any, chunk_size)) if several else [chunk_size]
     if not entries:
         raise ValueError(compose(WHO, "chunk_size names no candidate", remedy="leave it out for the default"))
     return tuple(check_chunk_size(WHO, entry) for entry in entries)
-
-
-def _check_number(name: str, value: Any, *, positive: bool) -> float:
-    what = f"{name} must be a {'positive' if positive else 'non-negative'} finite number"
-    if not is_number(value):
-        raise TypeError(compose(WHO, f"{what}, got {type(value).__name__}"))
-    if not math.isfinite(value) or value < 0 or (positive and value == 0):
-        raise ValueError(compose(WHO, f"{what}, got {value}"))
-    return float(value)
 
 
 # how a candidate runs -------------------------------------------------------------------------------------------------

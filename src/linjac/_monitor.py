@@ -36,13 +36,14 @@ class Monitor:
 
     Args:
         max_directions: Directions in one call at most: a batch, or the rows or columns of a Jacobian.
-        max_result_bytes: Bytes that one call may return at most: products, a Jacobian, a value with its residuals.
+        max_result_bytes: Bytes that one call may return at most: products, a Jacobian, value and aux, and the residuals
+            that a linearization stores.
         max_signatures: Signatures of one function at most, by what the cache holds of it and by how often a function
             of that place in the code was traced while this monitor was on. What is traced already is served on.
         completion: Whether to measure the time until the result is there too. It waits for each result, so that JAX
             no longer runs ahead.
-        non_finite: Whether to count results with a NaN or an infinity: one more small program for each call, whose
-            answer is fetched later.
+        non_finite: Whether to count results with a NaN or an infinity, aux apart: one more small program for each
+            call, whose answer is fetched later.
         shapes: Whether to count calls by the types of their arguments.
 
     Raises:

@@ -16,6 +16,7 @@ from linjac._described import UnreadableError, check_dtype, describe, plain, typ
 from linjac._errors import PerformanceWarning
 from linjac._fingerprint import FIGURES, can_reverse, figures, fingerprint, names, places, primal_of, products
 from linjac._linearize import linearize_many
+from linjac._tracing import uncounted
 
 type Keep = Callable[[np.ndarray], str]
 
@@ -84,7 +85,7 @@ def observe(
     fun: Callable[..., Any], primals: tuple[Any, ...], argnums: Any, has_aux: bool, how: str | None = None
 ) -> Observed:
     """Run one case; whatever the function raises passes through."""
-    with warnings.catch_warnings():
+    with uncounted(), warnings.catch_warnings():
         warnings.simplefilter("ignore", PerformanceWarning)  # this is not about speed
         output, linear_fn, *_ = linearize_many(fun, *primals, argnums=argnums, has_aux=has_aux)
         found = describe(output, "output")

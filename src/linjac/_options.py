@@ -3,6 +3,7 @@
 This module must not know programs.
 """
 
+import math
 import operator
 from collections.abc import Iterable
 from typing import Any, cast
@@ -39,6 +40,20 @@ def check_count(who: str, name: str, value: object, default: str) -> int | None:
     if count < 1:
         raise ValueError(compose(who, f"{name} must be a positive int or None ({default}), got {count}"))
     return count
+
+
+def check_number(who: str, name: str, value: Any, *, positive: bool = False, more: str = "") -> float:
+    """A finite number that is not negative, or positive; `more` is what else the option may be."""
+    what = f"{name} must be a {'positive' if positive else 'non-negative'} finite number{more}"
+    if not is_number(value):
+        raise TypeError(compose(who, f"{what}, got {type(value).__name__}"))
+    try:
+        number = float(value)
+    except OverflowError:  # an int beyond all floats
+        number = math.inf
+    if not math.isfinite(number) or number < 0 or (positive and number == 0):
+        raise ValueError(compose(who, f"{what}, got {number if math.isinf(number) else value}"))
+    return number
 
 
 def check_chunk_size(who: str, value: object) -> int | None:

@@ -6,15 +6,17 @@ the leaf to blame for a difference along a random direction. This module must no
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from linjac._doubled import Doubled
 from linjac._program import first_line
 from linjac._report import FAILED, PASSED, SKIPPED, Criterion, Difference
 from linjac._subject import Flat, Leaves, Subject, basis, cast, normal, spread
 from linjac._tolerances import Tolerances, compare, largest, wide
+from linjac._tracing import uncounted
 
 PERTURBED = 2  # points one rounding away
 
@@ -34,7 +36,7 @@ class Verdict(NamedTuple):
 def decide(stage: str, name: str, run: Callable[[], Verdict]) -> Criterion:
     """Run one criterion; an exception in it is a failure like any other."""
     try:
-        with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"), uncounted():
             found = run()
     except SkipError as reason:
         return Criterion(name, stage, SKIPPED, str(reason))
@@ -78,6 +80,7 @@ class Probe:
 
     def __init__(self, subject: Subject, rng: np.random.Generator, directions: int, limits: Tolerances) -> None:
         self.subject, self.limits, self.rng = subject, limits, rng
+        self.doubled = Doubled(subject)
         self.forward = self._directions(subject.inputs, directions)
         self.reverse = self._directions(subject.outputs, directions)
 
@@ -116,13 +119,22 @@ class Probe:
     def _around(self, run: Callable[[Flat, Flat], Sequence[Any]], vector: Flat) -> list[float]:
         """How much each leaf of a result changes when point and vector move by one rounding."""
         there = run(self.subject.point, vector)
-        changes = [0.0] * len(there)
-        for _ in range(PERTURBED):
-            moved = run(self._nudged(self.subject.point), self._nudged(vector))
-            for k, (a, b) in enumerate(zip(moved, there, strict=True)):
-                with np.errstate(all="ignore"):
-                    changes[k] = max(changes[k], largest(wide(a) - wide(b)))
-        return changes
+        others = (run(self._nudged(self.subject.point), self._nudged(vector)) for _ in range(PERTURBED))
+        return _apart((other, there) for other in others)
+
+    def _rounded(
+        self, exact: Callable[[Flat], Sequence[Any]], vectors: Sequence[Flat], known: Sequence[Flat]
+    ) -> list[float]:
+        """How far each leaf of results is from the same in double precision, where that can be had.
+
+        That shows the roundings inside the function, of which compiled code makes fewer, or others.
+
+        Returns:
+            The largest distance of each leaf.
+        """
+        if self.doubled.already or isinstance(self.doubled.subject, str):
+            return [0.0] * len(known[0])
+        return _apart((exact(vector), there) for vector, there in zip(vectors, known, strict=True))
 
     def _nudged(self, leaves: Sequence[Any]) -> Flat:
         eps = self.limits.eps
@@ -130,26 +142,34 @@ class Probe:
 
     @functools.cached_property
     def noise_of_value(self) -> list[float]:
-        """For each output leaf, what one rounding of the point changes in the value."""
-        return self._around(lambda point, _: self.subject.call(*cast(point, self.subject.inputs.types)), [])
+        """For each output leaf, what one rounding of the point, or those inside the function, change in the value."""
+        point, types = self.subject.point, self.subject.inputs.types
+        moved = self._around(lambda point, _: self.subject.call(*cast(point, types)), [])
+        return _larger(moved, self._rounded(self.doubled.call, [list(map(wide, point))], [self.subject.call(*point)]))
 
     @functools.cached_property
     def noise_out(self) -> list[float]:
-        """The same in a product along a random direction."""
+        """The same in products along random directions."""
         types = self.subject.inputs.types
         if not self.forward:
             return [0.0] * len(self.subject.outputs.types)
         run = lambda point, vector: self.subject.jvp(cast(vector, types), cast(point, types))  # noqa: E731
-        return self._around(run, self.forward[-1].vector)
+        return _larger(
+            self._around(run, self.forward[-1].vector),
+            self._rounded(self.doubled.push, *_random_ones(self.forward, self.pushes)),
+        )
 
     @functools.cached_property
     def noise_in(self) -> list[float]:
-        """The same in a transposed product, for each input leaf."""
+        """The same in transposed products, for each input leaf."""
         inputs, outputs = self.subject.inputs.types, self.subject.outputs.types
         if not self.reverse or self.subject.no_reverse is not None:
             return [0.0] * len(inputs)
         run = lambda point, vector: self.subject.vjp(cast(vector, outputs), cast(point, inputs))  # noqa: E731
-        return self._around(run, self.reverse[-1].vector)
+        return _larger(
+            self._around(run, self.reverse[-1].vector),
+            self._rounded(self.doubled.pull, *_random_ones(self.reverse, self.pulls)),
+        )
 
     @functools.cached_property
     def size_out(self) -> list[float]:
@@ -238,6 +258,23 @@ class Probe:
         for k, name in enumerate(names):
             found += [dataclasses.replace(bad, **{side: name}) for bad in differ(only(vector, k))]
         return found or whole
+
+
+def _random_ones(directions: Sequence[Direction], products: Sequence[Flat]) -> tuple[list[Flat], list[Flat]]:
+    """The vectors that are no unit vectors, and their products."""
+    rows = [(d.vector, product) for d, product in zip(directions, products, strict=True) if d.leaf is None]
+    return [vector for vector, _ in rows], [product for _, product in rows]
+
+
+def _apart(pairs: Iterable[tuple[Sequence[Any], Sequence[Any]]]) -> list[float]:
+    """The largest difference of each leaf, over pairs of results."""
+    with np.errstate(all="ignore"):
+        changes = [[largest(wide(a) - wide(b)) for a, b in zip(*pair, strict=True)] for pair in pairs]
+    return [max(column) for column in zip(*changes, strict=True)]
+
+
+def _larger(some: Sequence[float], others: Sequence[float]) -> list[float]:
+    return [max(pair) for pair in zip(some, others, strict=True)]
 
 
 def masked(got: Sequence[Any], want: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:

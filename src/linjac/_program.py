@@ -254,6 +254,13 @@ def first_line(err: Exception) -> str:
     return textwrap.shorten(lines[0], 200, placeholder=" ...")
 
 
+class Sizes(NamedTuple):
+    """Bytes of what a function returns."""
+
+    value: int
+    aux: int
+
+
 class TracedProgram(Program):
     """The program of a function traced at one signature."""
 
@@ -265,7 +272,7 @@ class TracedProgram(Program):
         space, self.out_moving = output_space(outputs, [_type_of_var(var) for var in primal.outvars])
         super().__init__(call.layout, inputs, space)
         self.point_types = tuple(types)
-        self.primal = primal
+        self.primal, self._total = primal, outputs.total
         self._added = 0  # constants that linearizing needs beyond the function's own: they come first
         self._captured = 0  # of these, the ones that are residuals at once
         self._set_constants(constants)
@@ -323,6 +330,12 @@ class TracedProgram(Program):
         heads = [Source(False, place(i)) for i in range(captured)]
         rest = [source if source.fresh else Source(False, place(source.place + captured)) for source in plan.sources]
         return (*heads, *rest)
+
+    @functools.cached_property
+    def bytes_returned(self) -> Sizes:
+        """Bytes of the arrays among value and aux."""
+        sizes = [bytes_of(_type_of_var(var)) for var in self.primal.outvars]
+        return Sizes(sum(sizes[: self._total]), sum(sizes[self._total :]))
 
     @property
     def fuses(self) -> bool:

@@ -4,15 +4,14 @@ This module must not know what is compared.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from linjac._constants import equations
-from linjac._errors import compose
-from linjac._options import is_number
+from linjac._options import check_number
 from linjac._report import Difference
 from linjac._tree import is_inexact, short_dtype
 
@@ -58,14 +57,7 @@ def wide(leaf: Any) -> Any:
 
 def check_tolerance(who: str, name: str, value: object) -> float | None:
     """A non-negative number or None."""
-    if value is None:
-        return None
-    if not is_number(value):
-        raise TypeError(compose(who, f"{name} must be a number or None (from the dtype), got {type(value).__name__}"))
-    number = float(cast(Any, value))
-    if not 0 <= number < float("inf"):
-        raise ValueError(compose(who, f"{name} must not be negative, and finite, got {value}"))
-    return number
+    return None if value is None else check_number(who, name, value, more=" or None (from the dtype)")
 
 
 def tolerances(rtol: float | None, atol: float | None, types: Sequence[Any], jaxpr: Any) -> Tolerances:

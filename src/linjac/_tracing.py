@@ -6,13 +6,15 @@ named axes). What a function captures from an enclosing trace is read anew at ev
 """
 
 import collections
+import contextlib
+import contextvars
 import functools
 import inspect
 import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -301,7 +303,7 @@ class _Entry:
         with self.lock:
             found = self.signatures.get(key)
             if found is None or (found.guard is not None and not found.guard.holds()):
-                if _watch.active:
+                if _watch.active or _watch.here.state.call:
                     self.admit(who, call, found)
                 found = self.signatures[key] = _Signature(who, call.target, call.layout, has_aux)
             while len(self.signatures) > SIGNATURES:
@@ -358,6 +360,17 @@ def _forget(key: tuple[int, int], reference: Any) -> None:
 # repeated retraces ----------------------------------------------------------------------------------------------------
 _traces: collections.Counter[Any] = collections.Counter()
 _REMEMBERED = 100_000
+_uncounted = contextvars.ContextVar("_uncounted", default=False)
+
+
+@contextlib.contextmanager
+def uncounted() -> Generator[None]:
+    """Traces made here do not count towards the warning: those of a check, which is there to trace anew."""
+    token = _uncounted.set(True)
+    try:
+        yield
+    finally:
+        _uncounted.reset(token)
 
 
 def _code(target: Target) -> Any:
@@ -386,7 +399,7 @@ def _count(call: Call, types: tuple[Any, ...], *, has_aux: bool) -> None:
     """Count the traces of one code location at one signature; warn, once, when they repeat."""
     code = _code(call.target)
     abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in call.traced)
-    if code is None or abstract or in_trace(call.traced) or inside_transformation():
+    if code is None or abstract or _uncounted.get() or in_trace(call.traced) or inside_transformation():
         return
     tree, argnums, statics = call.key
     anchor = call.target.anchor  # what wraps the code, and the context, make another function of it
@@ -414,8 +427,11 @@ class ByValue(NamedTuple):
     error: str
 
     def warn(self) -> None:
-        """Say so, once for each signature; called after the op-by-op run, which may fail like the function itself."""
-        if not self.signature.warned:
+        """Say so, once for each signature; called after the op-by-op run, which may fail like the function itself.
+
+        Not where the user asked JAX for that (`jax.disable_jit`).
+        """
+        if not self.signature.warned and not jax.config.jax_disable_jit:
             self.signature.warned = True
             where = "fun" if self.code is None else f"{self.code.co_name} at {_place(self.code)}"
             warn(
@@ -443,7 +459,7 @@ def trace(who: str, call: Call, *, has_aux: bool = False) -> Traced | ByValue:
     met = signature.by_value.get(_types(call)) if signature.by_value else None
     if met is not None:
         return ByValue(signature, code, met)
-    if _watch.active and _types(call) not in signature.counted:
+    if (_watch.active or _watch.here.state.call) and _types(call) not in signature.counted:
         entry.admit(who, call)
     try:
         with signature.lock:

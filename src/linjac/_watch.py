@@ -1,10 +1,10 @@
 """Which monitors are on, and what the public call that a thread is in does: one tuple to look at, and a few hooks.
 
-A public function asks `active` once; while it is empty nothing else happens. Where a monitor is on, the call goes
+A public function asks `active` first; while it is empty nothing else is done. Where a monitor is on, the call goes
 through `watched`, which calls the same function again; the function's own look at `resumed` lets it pass. What is known
 only within (directions, bytes, a trace to come) is told to `admit`, `admit_signature` and `traced`, where a monitor may
-refuse. A call made inside another belongs to it, but its limits hold. This module must not know programs, plans or what
-a monitor keeps.
+refuse: while one is on, or was when the call began (`here.state.call`). A call made inside another belongs to it, but
+its limits hold. This module must not know programs, plans or what a monitor keeps.
 """
 
 import functools
@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.core
 
-from linjac._tree import in_trace
+from linjac._tree import in_trace, inside_transformation
 
 _REMEMBERED = 10_000  # functions known to have been traced
 
@@ -121,13 +121,13 @@ class _Here(threading.local):
         self.state = _State()
 
 
-_here = _Here()
+here = _Here()
 _NOTHING: Mapping[str, Any] = {}
 
 
 def resumed() -> bool:
     """Whether `watched` called: True once, at the first public function that asks."""
-    state = _here.state
+    state = here.state
     if state.resumes:
         state.resumes = False
         return True
@@ -148,7 +148,7 @@ def watched(
     """Call `run(*args, **kwargs)`, whose first act is to ask `resumed`, and tell the active monitors about it."""
     # function: the name of the user's; given: the arguments to describe, by default args;
     # look: finds in the result what was computed; work: what is known beforehand
-    state = _here.state
+    state = here.state
     outer = state.call
     call = Call(entry, function, args if given is None else given, look)
     watchers = call.watchers
@@ -171,12 +171,12 @@ def watched(
     except BaseException as err:
         state.call, state.resumes = outer, False
         if outer is None:
-            call.traced = in_trace(jax.tree_util.tree_leaves((args, dict(kwargs))))
+            call.traced = in_trace(jax.tree_util.tree_leaves((args, dict(kwargs)))) or inside_transformation()
             for watcher in watchers:
                 watcher.finished(call, None, err)
             call.given = call.look = None
         raise
-    state.call = outer
+    state.call, state.resumes = outer, False  # nobody asked where the last monitor was turned off just before
     if outer is None:
         for watcher in watchers:
             watcher.finished(call, result, None)
@@ -186,27 +186,32 @@ def watched(
 
 def current() -> Call | None:
     """The innermost watched call of this thread."""
-    return _here.state.call
+    return here.state.call
+
+
+def _watchers() -> tuple[Watcher, ...]:
+    call = here.state.call
+    return active if call is None else call.watchers
 
 
 def is_muted() -> bool:
     """Whether this thread runs a computation of a monitor's own."""
-    return _here.state.muted
+    return here.state.muted
 
 
 def muted(run: Callable[..., Any], *args: Any) -> Any:
     """Run a monitor's own computation, which is not to be counted."""
-    _here.state.muted = True
+    here.state.muted = True
     try:
         return run(*args)
     finally:
-        _here.state.muted = False
+        here.state.muted = False
 
 
 # what is known only within --------------------------------------------------------------------------------------------
 def admit(directions: int, sweeps: int, chunks: int, result_bytes: int) -> None:
     """Tell what the call is about to do, before it is done; a monitor may refuse it."""
-    call = _here.state.call
+    call = here.state.call
     if call is None:
         return
     call.work = work = (directions, sweeps, chunks, result_bytes)
@@ -217,7 +222,7 @@ def admit(directions: int, sweeps: int, chunks: int, result_bytes: int) -> None:
 
 def admit_signature(who: str, function: str, place: Any, known: int) -> None:
     """Tell that a function is about to be traced at a new signature; a monitor may refuse it."""
-    for watcher in active:
+    for watcher in _watchers():
         watcher.admit_signature(who, function, place, known)
 
 
@@ -231,7 +236,7 @@ def traced(function: str, place: Any) -> None:
         if len(_seen) >= _REMEMBERED:
             _seen.clear()
         _seen[place] = None
-    for watcher in active:
+    for watcher in _watchers():
         watcher.traced(function, place, again)
 
 
