@@ -81,7 +81,8 @@ def bisect_linearization(
     Then, in float64 where `fun` allows it: along two directions the tangent that each rule gives is compared with
     finite differences of that equation alone, at the values and along the tangents that reach it. A function with
     `jax.custom_jvp` or `jax.custom_vjp` is one equation, its rule compared with differences of the function itself; at
-    a kink any slope between those of the two sides is accepted.
+    a kink any slope between those of the two sides is accepted. What has no derivative on purpose is let pass and
+    listed as skipped, although a check fails there: `stop_gradient`, and draws from a gamma distribution.
 
     An equation in a loop is compared on three turns at most; loops that would make more than 20,000 equations are not
     opened. Costs two traces of `fun`, which is not called otherwise, and for each equation up to 54 evaluations of it.

@@ -43,7 +43,8 @@ def decide(who: str, program: Program, data: Data, options: Options, repeated: J
 
 def admit(plan: JacobianPlan, beside: int = 0) -> None:
     """Tell the active monitors what is about to be done; they may refuse it. `beside` are bytes of value and aux."""
-    _watch.admit(plan.n if plan.mode == "fwd" else plan.m, plan.sweeps, plan.chunks, plan.result_bytes + beside)
+    directions = plan.n if plan.mode == "fwd" else plan.m
+    _watch.admit((directions, plan.sweeps, plan.chunks, plan.result_bytes + beside))
 
 
 def _no_measurement(program: Program, data: Data) -> str:

@@ -88,13 +88,17 @@ def jacobian(
 
     differentiated = Differentiated(who, fun, argnums, options)
 
-    @functools.wraps(fun)
-    def jacobian_fun(*args: Any, **kwargs: Any) -> Any:
-        if _watch.active and not _watch.resumed():
-            look = operator.itemgetter(0) if has_aux else None
-            return _watch.watched(who, _watch.name_of(fun), jacobian_fun, args, kwargs, look=look)
+    look = operator.itemgetter(0) if has_aux else None
+
+    def computed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         done = differentiated.compute(args, kwargs)
         return (done.jacobian, done.aux()) if has_aux else done.jacobian
+
+    @functools.wraps(fun)
+    def jacobian_fun(*args: Any, **kwargs: Any) -> Any:
+        if _watch.active:
+            return _watch.watched(who, _watch.name_of(fun), computed, (args, kwargs), args, look=look)
+        return computed(args, kwargs)
 
     return jacobian_fun
 
@@ -143,13 +147,17 @@ def value_and_jacobian(
 
     differentiated = Differentiated(who, fun, argnums, options)
 
-    @functools.wraps(fun)
-    def value_and_jacobian_fun(*args: Any, **kwargs: Any) -> Any:
-        if _watch.active and not _watch.resumed():
-            look = _without_aux if has_aux else None
-            return _watch.watched(who, _watch.name_of(fun), value_and_jacobian_fun, args, kwargs, look=look)
+    look = _without_aux if has_aux else None
+
+    def computed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         done = differentiated.compute(args, kwargs, value=True)
         return ((done.value(), done.aux()) if has_aux else done.value()), done.jacobian
+
+    @functools.wraps(fun)
+    def value_and_jacobian_fun(*args: Any, **kwargs: Any) -> Any:
+        if _watch.active:
+            return _watch.watched(who, _watch.name_of(fun), computed, (args, kwargs), args, look=look)
+        return computed(args, kwargs)
 
     return value_and_jacobian_fun
 
@@ -196,8 +204,8 @@ def plan_jacobian(
 
     @functools.wraps(fun)
     def plan_fun(*args: Any, **kwargs: Any) -> JacobianPlan:
-        if _watch.active and not _watch.resumed():
-            return _watch.watched(who, _watch.name_of(fun), plan_fun, args, kwargs)
+        if _watch.active:
+            return _watch.watched(who, _watch.name_of(fun), differentiated.plan, (args, kwargs), args)
         return differentiated.plan(args, kwargs)
 
     return plan_fun

@@ -1,7 +1,7 @@
 """The linearization of a function at one point: a pytree, an operator, and the checks at its door."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Never
 
 import jax
@@ -22,7 +22,6 @@ from linjac._sweeps import parts, parts_eagerly, pieces, work
 from linjac._tree import bytes_of, in_trace, is_complex, is_inexact, is_key, short, type_of, vary, varying_axes
 
 STORED, RECOMPUTE = "stored", "recompute"
-_NONE: Mapping[str, Any] = {}
 FUSED = 256  # directions from which a batch through a scan is pushed through the function itself
 
 
@@ -67,11 +66,9 @@ class Linearization(Operator):
             TangentError: The tangents do not fit the point; the text names every leaf that is wrong.
             PointError: The point was donated to another computation.
         """
-        if _watch.active and not _watch.resumed():
-            return self._watched("linear_fn", Linearization.__call__, tangents, "forward")
-        program = self._program
-        flat = program.inputs.flatten("linear_fn", tangents)
-        return program.outputs.unflatten_with_zeros("linear_fn", self._product("forward", "linear_fn", flat))
+        if _watch.active:
+            return self._watched("linear_fn", self._push, (tangents,), direction="forward")
+        return self._push(tangents)
 
     def many(self, *tangents: Any, chunk_size: int | None = None, memory_budget: int | None = None) -> Any:
         """J V: the tangents of the outputs along every direction of a batch.
@@ -89,11 +86,9 @@ class Linearization(Operator):
             TangentError: A leaf has no such axis, the axes disagree, or the rest does not fit the point.
         """
         who = "linear_fn.many"
-        if _watch.active and not _watch.resumed():
-            options = {"chunk_size": chunk_size, "memory_budget": memory_budget}
-            return self._watched(who, Linearization.many, tangents, options=options)
-        limits = check_chunk_size(who, chunk_size), check_memory_budget(who, memory_budget)
-        return self._many(who, tangents, limits)
+        if _watch.active:
+            return self._watched(who, self._many, (who, tangents, chunk_size, memory_budget), tangents)
+        return self._many(who, tangents, chunk_size, memory_budget)
 
     def transpose(self, cotangent: Any) -> tuple[Any, ...]:
         """Jᵀ c: the cotangent of the point, from the same residuals. No conjugation (`rmatvec` is Jᴴ c).
@@ -108,22 +103,19 @@ class Linearization(Operator):
             TangentError: The cotangent does not fit the output.
             ModeError: The function has no reverse direction.
         """
-        if _watch.active and not _watch.resumed():
-            return self._watched("linear_fn.transpose", Linearization.transpose, (cotangent,), "reverse")
-        program = self._program
-        flat = program.outputs.flatten("linear_fn.transpose", cotangent)
-        return program.inputs.unflatten("linear_fn.transpose", self._product("reverse", "linear_fn.transpose", flat))
+        if _watch.active:
+            return self._watched("linear_fn.transpose", self._pull, (cotangent,), direction="reverse")
+        return self._pull(cotangent)
 
     def transpose_many(
         self, cotangents: Any, *, chunk_size: int | None = None, memory_budget: int | None = None
     ) -> tuple[Any, ...]:
         """Jᵀ C: the cotangents of the point for every cotangent of a batch; arguments as for `many`."""
         who = "linear_fn.transpose_many"
-        if _watch.active and not _watch.resumed():
-            options = {"chunk_size": chunk_size, "memory_budget": memory_budget}
-            return self._watched(who, Linearization.transpose_many, (cotangents,), options=options)
-        limits = check_chunk_size(who, chunk_size), check_memory_budget(who, memory_budget)
-        return self._transpose_many(who, cotangents, limits)
+        if _watch.active:
+            args = (who, cotangents, chunk_size, memory_budget)
+            return self._watched(who, self._transpose_many, args, (cotangents,))
+        return self._transpose_many(who, cotangents, chunk_size, memory_budget)
 
     def jacobian(
         self,
@@ -153,11 +145,14 @@ class Linearization(Operator):
             ModeError: The mode cannot work for this function.
             ValueError: `mode="measure"`, or an option has a wrong value.
         """
+        given = (mode, layout, (chunk_size, memory_budget), (holomorphic, allow_int))
+        if _watch.active:
+            return self._watched("linear_fn.jacobian", self._jacobian, given, ())
+        return self._jacobian(*given)
+
+    def _jacobian(self, mode: str | JacobianPlan, layout: str, limits: tuple[Any, Any], flags: tuple[Any, Any]) -> Any:
         who = "linear_fn.jacobian"
-        if _watch.active and not _watch.resumed():
-            given: dict[str, Any] = {"mode": mode, "holomorphic": holomorphic, "allow_int": allow_int}
-            given |= {"chunk_size": chunk_size, "memory_budget": memory_budget, "layout": layout}
-            return self._watched(who, Linearization.jacobian, options=given)
+        (chunk_size, memory_budget), (holomorphic, allow_int) = limits, flags
         check_choice(who, "layout", layout, ("blocks", "matrix"))
         check_flag(who, "holomorphic", holomorphic)
         check_flag(who, "allow_int", allow_int)
@@ -307,14 +302,23 @@ class Linearization(Operator):
         self,
         entry: str,
         run: Callable[..., Any],
-        given: tuple[Any, ...] = (),
+        args: tuple[Any, ...],
+        given: Any = None,
         direction: str = "",
-        options: Mapping[str, Any] = _NONE,
     ) -> Any:
         program = self._program
-        function: str = program.notes.get("function", "?")
         work = _work_of_product(program, direction) if direction else None
-        return _watch.watched(entry, function, run, (self, *given), options, given=given, work=work)
+        return _watch.watched(entry, program.notes.get("function", "?"), run, args, given, work=work)
+
+    def _push(self, tangents: tuple[Any, ...]) -> Any:
+        program = self._program
+        flat = program.inputs.flatten("linear_fn", tangents)
+        return program.outputs.unflatten_with_zeros("linear_fn", self._product("forward", "linear_fn", flat))
+
+    def _pull(self, cotangent: Any) -> tuple[Any, ...]:
+        program = self._program
+        flat = program.outputs.flatten("linear_fn.transpose", cotangent)
+        return program.inputs.unflatten("linear_fn.transpose", self._product("reverse", "linear_fn.transpose", flat))
 
     def _apply(self, direction: str) -> Callable[[Data, Sequence[Any]], list[Any]]:
         program = self._program
@@ -335,12 +339,16 @@ class Linearization(Operator):
         except (RuntimeError, ValueError):
             return alive(who, product, data, flat)
 
-    def _many(self, who: str, tangents: tuple[Any, ...], limits: tuple[int | None, int | None]) -> Any:
+    def _many(self, who: str, tangents: tuple[Any, ...], chunk_size: int | None, memory_budget: int | None) -> Any:
+        limits = check_chunk_size(who, chunk_size), check_memory_budget(who, memory_budget)
         flat, count = self._program.inputs.flatten_batch(who, tangents)
         outs = self._sweep("forward", who, flat, count, limits)
         return self._program.outputs.unflatten_with_zeros(who, outs, (count,))
 
-    def _transpose_many(self, who: str, cotangents: Any, limits: tuple[int | None, int | None]) -> tuple[Any, ...]:
+    def _transpose_many(
+        self, who: str, cotangents: Any, chunk_size: int | None, memory_budget: int | None
+    ) -> tuple[Any, ...]:
+        limits = check_chunk_size(who, chunk_size), check_memory_budget(who, memory_budget)
         flat, count = self._program.outputs.flatten_batch(who, cotangents)
         return self._program.inputs.unflatten(who, self._sweep("reverse", who, flat, count, limits))
 
@@ -378,8 +386,7 @@ class Linearization(Operator):
         mapped = sweep if program.compiled else sweep_eagerly
 
         if _watch.active or _watch.here.state.call:
-            chunks, size = balanced(count, limit)
-            _watch.admit(count, chunks * size, chunks, count * _work_of_product(program, direction)[3])
+            _watch.admit(_work_of_batch(program, direction, count, limit))
 
         def run(data: Data, batch: list[Any]) -> list[Any]:
             like = [*data.point, *data.constants, *data.residuals, *batch]
@@ -396,6 +403,17 @@ def _work_of_product(program: Program, direction: str) -> _watch.Work:
     if known is None:
         space = program.outputs if direction == "forward" else program.inputs
         known = program.notes[key] = (1, 1, 1, sum(map(bytes_of, space.avals)))
+    return known
+
+
+def _work_of_batch(program: Program, direction: str, count: int, limit: int) -> _watch.Work:
+    """All directions of one call."""
+    key = ("work of a batch", direction, count, limit)
+    known: _watch.Work | None = program.notes.get(key)
+    if known is None:
+        chunks, size = balanced(count, limit)
+        bytes_of_one = _work_of_product(program, direction)[3]
+        known = program.notes[key] = (count, chunks * size, chunks, count * bytes_of_one)
     return known
 
 

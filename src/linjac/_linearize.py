@@ -13,10 +13,8 @@ from linjac._memory import memory_of
 from linjac._options import (
     check_callable,
     check_choice,
-    check_chunk_size,
     check_count,
     check_flag,
-    check_memory_budget,
     settled_argnums,
 )
 from linjac._program import Data, Program, TracedProgram, alive, mode_error
@@ -97,12 +95,16 @@ def linearize_many(
         >>> linear_fn
         Linearization(2 x 2: f32[2] -> f32[2], stored 12 B)
     """
+    given = (fun, primals, argnums, has_aux, jit, strategy, residual_budget)
+    if _watch.active:
+        return _watch.watched("linearize_many", _watch.name_of(fun), _linearize_many, given, primals, look=_FIRST)
+    return _linearize_many(*given)
+
+
+def _linearize_many(
+    fun: Any, primals: tuple[Any, ...], argnums: Any, has_aux: Any, jit: Any, strategy: Any, residual_budget: Any
+) -> tuple[Any, ...]:
     who = "linearize_many"
-    if _watch.active and not _watch.resumed():
-        options: Any = {"argnums": argnums, "has_aux": has_aux, "jit": jit, "strategy": strategy}
-        options["residual_budget"] = residual_budget
-        args = (fun, *primals)
-        return _watch.watched(who, _watch.name_of(fun), linearize_many, args, options, given=primals, look=_FIRST)
     _check_options(who, has_aux=has_aux, jit=jit)
     check_choice(who, "strategy", strategy, ("auto", STORED, RECOMPUTE))
     budget = check_count(who, "residual_budget", residual_budget, "half the memory")
@@ -134,10 +136,14 @@ def residual_bytes(
         >>> linjac.residual_bytes(lambda x: jnp.sin(x).sum(), jnp.ones(1000))
         4000
     """
+    given = (fun, primals, argnums, has_aux)
+    if _watch.active:
+        return _watch.watched("residual_bytes", _watch.name_of(fun), _residual_bytes, given, primals)
+    return _residual_bytes(*given)
+
+
+def _residual_bytes(fun: Any, primals: tuple[Any, ...], argnums: Any, has_aux: Any) -> int:
     who = "residual_bytes"
-    if _watch.active and not _watch.resumed():
-        options = {"argnums": argnums, "has_aux": has_aux}
-        return _watch.watched(who, _watch.name_of(fun), residual_bytes, (fun, *primals), options, given=primals)
     _check_options(who, has_aux=has_aux)
     call = _take_apart(who, fun, primals, argnums, abstract=True)
     traced = trace(who, call, has_aux=has_aux)
@@ -189,17 +195,7 @@ def jvp_many(
         [[1. 0.]
          [0. 1.]]
     """
-    who = "jvp_many"
-    if _watch.active and not _watch.resumed():
-        options: Any = {"argnums": argnums, "has_aux": has_aux, "jit": jit}
-        options |= {"chunk_size": chunk_size, "memory_budget": memory_budget}
-        given, look = (primals, tangents), _FIRST if has_aux else None
-        return _watch.watched(who, _watch.name_of(fun), jvp_many, (fun, *given), options, given=given, look=look)
-    batches = _check_tuple(who, "tangents", tangents)
-    linear_fn, aux = _transient(who, fun, primals, argnums, has_aux=has_aux, jit=jit)
-    limits = check_chunk_size(who, chunk_size), check_memory_budget(who, memory_budget)
-    out = linear_fn._many(who, batches, limits)  # pyright: ignore[reportPrivateUsage]
-    return (out, aux()) if has_aux else out
+    return _batch("jvp_many", fun, primals, tangents, (argnums, has_aux, jit), (chunk_size, memory_budget))
 
 
 def vjp_many(
@@ -243,19 +239,32 @@ def vjp_many(
         [[1. 1. 1.]
          [2. 2. 2.]]
     """
-    who = "vjp_many"
-    if _watch.active and not _watch.resumed():
-        options: Any = {"argnums": argnums, "has_aux": has_aux, "jit": jit}
-        options |= {"chunk_size": chunk_size, "memory_budget": memory_budget}
-        given, look = (primals, cotangents), _FIRST if has_aux else None
-        return _watch.watched(who, _watch.name_of(fun), vjp_many, (fun, *given), options, given=given, look=look)
-    linear_fn, aux = _transient(who, fun, primals, argnums, has_aux=has_aux, jit=jit)
-    limits = check_chunk_size(who, chunk_size), check_memory_budget(who, memory_budget)
-    out = linear_fn._transpose_many(who, cotangents, limits)  # pyright: ignore[reportPrivateUsage]
-    return (out, aux()) if has_aux else out
+    return _batch("vjp_many", fun, primals, cotangents, (argnums, has_aux, jit), (chunk_size, memory_budget))
 
 
 # the work behind them -------------------------------------------------------------------------------------------------
+def _batch(
+    who: str, fun: Any, primals: Any, vectors: Any, options: tuple[Any, Any, Any], limits: tuple[Any, Any]
+) -> Any:
+    """`jvp_many` and `vjp_many`; `options` are argnums, has_aux and jit."""
+    if _watch.active:
+        args, look = (who, fun, primals, vectors, options, limits), _FIRST if options[1] else None
+        return _watch.watched(who, _watch.name_of(fun), _products, args, (primals, vectors), look=look)
+    return _products(who, fun, primals, vectors, options, limits)
+
+
+def _products(
+    who: str, fun: Any, primals: Any, vectors: Any, options: tuple[Any, Any, Any], limits: tuple[Any, Any]
+) -> Any:
+    argnums, has_aux, jit = options
+    if who == "jvp_many":
+        vectors = _check_tuple(who, "tangents", vectors)
+    linear_fn, aux = _transient(who, fun, primals, argnums, has_aux=has_aux, jit=jit)
+    run = linear_fn._many if who == "jvp_many" else linear_fn._transpose_many  # pyright: ignore[reportPrivateUsage]
+    out = run(who, vectors, *limits)
+    return (out, aux()) if has_aux else out
+
+
 def _check_options(who: str, *, has_aux: object = False, jit: object = True) -> None:
     check_flag(who, "has_aux", has_aux)
     check_flag(who, "jit", jit)
@@ -316,8 +325,7 @@ def _linearize(
         return None, Linearization(everything, program, RECOMPUTE), lambda: output.rebuild_aux(evaluate())
     chosen = _choose(who, program, strategy, budget, point)
     if _watch.active or _watch.here.state.call:
-        sizes, residuals = program.bytes_returned, program.residual_bytes if chosen == STORED else 0
-        _watch.admit(0, 0, 0, sizes.value + sizes.aux + residuals)
+        _watch.admit(_work_of_linearization(program, chosen))
     outs: list[Any]
     if chosen == STORED:
         outs, fresh = alive(who, program.run, "stage", program.stage, constants, point)
@@ -342,6 +350,15 @@ def _linearize_eagerly(
 
 def _linearized_eagerly(who: str, call: Call, has_aux: bool, stored: bool) -> _eager.Evaluated:
     return _eager.linearize(who, call, has_aux=has_aux, stored=stored)
+
+
+def _work_of_linearization(program: TracedProgram, strategy: str) -> _watch.Work:
+    """No direction; the bytes of value and aux, and of the residuals where they are stored."""
+    key = ("work of a linearization", strategy)
+    if key not in program.notes:
+        residuals = program.residual_bytes if strategy == STORED else 0
+        program.notes[key] = (0, 0, 0, sum(program.bytes_returned) + residuals)
+    return program.notes[key]
 
 
 def _choose(who: str, program: TracedProgram, strategy: str, budget: int | None, point: list[Any]) -> str:

@@ -45,8 +45,10 @@ class Operator(abc.ABC):
         """A batch of products."""
 
     @abc.abstractmethod
-    def _watched(self, entry: str, run: Callable[..., Any], given: tuple[Any, ...], direction: str = "") -> Any:
-        """Call a method again, `run(self, *given)`, and tell the active monitors; see `_watch`."""
+    def _watched(
+        self, entry: str, run: Callable[..., Any], args: tuple[Any, ...], given: Any = None, direction: str = ""
+    ) -> Any:
+        """Call `run(*args)` and tell the active monitors; see `_watch`."""
 
     @abc.abstractmethod
     def as_matrix(self) -> jax.Array:
@@ -86,32 +88,44 @@ class Operator(abc.ABC):
 
     def matvec(self, vector: Any) -> jax.Array:
         """J v for a flat (n,) or (n, 1) vector; it is cast to the dtypes of the leaves, as in a matrix product."""
-        if _watch.active and not _watch.resumed():
-            return self._watched("linear_fn.matvec", Operator.matvec, (vector,), "forward")
+        if _watch.active:
+            return self._watched("linear_fn.matvec", self._matvec, (vector,), direction="forward")
+        return self._matvec(vector)
+
+    def _matvec(self, vector: Any) -> jax.Array:
         inputs, outputs = self._spaces()
         flat = _split("linear_fn.matvec", inputs, vector)
         return _like(vector, _join(outputs, self._product("forward", "linear_fn.matvec", flat), ()))
 
     def rmatvec(self, vector: Any) -> jax.Array:
         """Jᴴ c, the adjoint (conjugate transpose), for a flat (m,) or (m, 1) vector."""
-        if _watch.active and not _watch.resumed():
-            return self._watched("linear_fn.rmatvec", Operator.rmatvec, (vector,), "reverse")
+        if _watch.active:
+            return self._watched("linear_fn.rmatvec", self._rmatvec, (vector,), direction="reverse")
+        return self._rmatvec(vector)
+
+    def _rmatvec(self, vector: Any) -> jax.Array:
         inputs, outputs = self._spaces()
         flat = [leaf.conj() for leaf in _split("linear_fn.rmatvec", outputs, vector)]
         return _like(vector, _join(inputs, self._product("reverse", "linear_fn.rmatvec", flat), ()).conj())
 
     def matmat(self, matrix: Any) -> jax.Array:
         """J V for an (n, k) matrix: one direction a column."""
-        if _watch.active and not _watch.resumed():
-            return self._watched("linear_fn.matmat", Operator.matmat, (matrix,))
+        if _watch.active:
+            return self._watched("linear_fn.matmat", self._matmat, (matrix,))
+        return self._matmat(matrix)
+
+    def _matmat(self, matrix: Any) -> jax.Array:
         inputs, outputs = self._spaces()
         batch, count = _split_columns("linear_fn.matmat", inputs, matrix)
         return _join(outputs, self._products("forward", "linear_fn.matmat", batch, count), (count,)).T
 
     def rmatmat(self, matrix: Any) -> jax.Array:
         """Jᴴ C for an (m, k) matrix: one cotangent a column."""
-        if _watch.active and not _watch.resumed():
-            return self._watched("linear_fn.rmatmat", Operator.rmatmat, (matrix,))
+        if _watch.active:
+            return self._watched("linear_fn.rmatmat", self._rmatmat, (matrix,))
+        return self._rmatmat(matrix)
+
+    def _rmatmat(self, matrix: Any) -> jax.Array:
         inputs, outputs = self._spaces()
         batch, count = _split_columns("linear_fn.rmatmat", outputs, matrix)
         rows = self._products("reverse", "linear_fn.rmatmat", [leaf.conj() for leaf in batch], count)

@@ -1,16 +1,16 @@
 """Which monitors are on, and what the public call that a thread is in does: one tuple to look at, and a few hooks.
 
-A public function asks `active` first; while it is empty nothing else is done. Where a monitor is on, the call goes
-through `watched`, which calls the same function again; the function's own look at `resumed` lets it pass. What is known
-only within (directions, bytes, a trace to come) is told to `admit`, `admit_signature` and `traced`, where a monitor may
-refuse: while one is on, or was when the call began (`here.state.call`). A call made inside another belongs to it, but
-its limits hold. This module must not know programs, plans or what a monitor keeps.
+A public function asks `active` first; while it is empty nothing else is done. Where a monitor is on, what it would
+call itself is called by `watched`. What is known only within (directions, bytes, a trace to come) is told to `admit`,
+`admit_signature` and `traced`, where a monitor may refuse: while one is on, or was when the call began
+(`here.state.call`). A call made inside another belongs to it, but its limits hold. This module must not know programs,
+plans or what a monitor keeps.
 """
 
 import functools
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -108,11 +108,10 @@ def remove(watcher: Watcher) -> bool:
 class _State:
     """What one thread is in."""
 
-    __slots__ = ("call", "muted", "resumes")
+    __slots__ = ("call", "muted")
 
     def __init__(self) -> None:
         self.call: Call | None = None
-        self.resumes = False  # `watched` has just called a public function for the second time
         self.muted = False  # a monitor's own computation runs
 
 
@@ -122,16 +121,6 @@ class _Here(threading.local):
 
 
 here = _Here()
-_NOTHING: Mapping[str, Any] = {}
-
-
-def resumed() -> bool:
-    """Whether `watched` called: True once, at the first public function that asks."""
-    state = here.state
-    if state.resumes:
-        state.resumes = False
-        return True
-    return False
 
 
 def watched(
@@ -139,20 +128,17 @@ def watched(
     function: str,
     run: Callable[..., Any],
     args: tuple[Any, ...],
-    kwargs: Mapping[str, Any] = _NOTHING,
-    *,
     given: Any = None,
     look: Callable[[Any], Any] | None = None,
     work: Work | None = None,
 ) -> Any:
-    """Call `run(*args, **kwargs)`, whose first act is to ask `resumed`, and tell the active monitors about it."""
+    """Call `run(*args)` and tell the active monitors about it."""
     # function: the name of the user's; given: the arguments to describe, by default args;
     # look: finds in the result what was computed; work: what is known beforehand
     state = here.state
     outer = state.call
-    call = Call(entry, function, args if given is None else given, look)
+    call = state.call = Call(entry, function, args if given is None else given, look)
     watchers = call.watchers
-    state.call, state.resumes = call, True
     start = time.perf_counter()
     try:
         if work is not None:
@@ -160,7 +146,7 @@ def watched(
             for watcher in watchers:
                 if watcher.limited:
                     watcher.admit(entry, work)
-        result = run(*args, **kwargs)
+        result = run(*args)
         call.dispatch = time.perf_counter() - start
         call.traced = _is_traced(result)
         for watcher in watchers:
@@ -169,14 +155,14 @@ def watched(
                 call.completion = time.perf_counter() - start
                 break
     except BaseException as err:
-        state.call, state.resumes = outer, False
+        state.call = outer
         if outer is None:
-            call.traced = in_trace(jax.tree_util.tree_leaves((args, dict(kwargs)))) or inside_transformation()
+            call.traced = in_trace(jax.tree_util.tree_leaves(args)) or inside_transformation()
             for watcher in watchers:
                 watcher.finished(call, None, err)
             call.given = call.look = None
         raise
-    state.call, state.resumes = outer, False  # nobody asked where the last monitor was turned off just before
+    state.call = outer
     if outer is None:
         for watcher in watchers:
             watcher.finished(call, result, None)
@@ -209,12 +195,12 @@ def muted(run: Callable[..., Any], *args: Any) -> Any:
 
 
 # what is known only within --------------------------------------------------------------------------------------------
-def admit(directions: int, sweeps: int, chunks: int, result_bytes: int) -> None:
+def admit(work: Work) -> None:
     """Tell what the call is about to do, before it is done; a monitor may refuse it."""
     call = here.state.call
     if call is None:
         return
-    call.work = work = (directions, sweeps, chunks, result_bytes)
+    call.work = work
     for watcher in call.watchers:
         if watcher.limited:
             watcher.admit(call.entry, work)
