@@ -20,7 +20,7 @@ from linjac._tree import is_complex, promoted, size_of
 
 CLOSE = 4.0  # sizes within this factor of each other decide nothing alone
 CHUNK = 128  # directions in a chunk of a Jacobian too large for one: enough for dense nets, and little scratch
-FUSED = 512  # fused forward sweeps through a scan win up to about so many inputs (tests/benchmarks/bench_sweeps.py)
+FUSED = 64  # fused forward sweeps through a scan win up to about so many inputs (tests/benchmarks/bench_sweeps.py)
 
 
 # what is possible -----------------------------------------------------------------------------------------------------

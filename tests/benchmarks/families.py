@@ -73,13 +73,13 @@ def recurrence(n: int, m: int, steps: int = 16, width: int = 64) -> Problem:
     return fun, normal(steps * into, scale=1)
 
 
-def runge_kutta(n: int, m: int, steps: int = 20, width: int = 64) -> Problem:
-    """Encode, integrate an ODE by RK4 under scan, decode."""
+def runge_kutta(n: int, m: int, steps: int = 20, width: int = 64, *, powers: bool = False) -> Problem:
+    """Encode, integrate an ODE by RK4 under scan, decode; with `powers` the cube is written as one."""
     normal = _weights(4)
     p, a, q = normal(n, width), normal(width, width), normal(width, m)
 
     def field(u: jax.Array) -> jax.Array:
-        return jnp.tanh(u @ a) - 0.5 * u * u * u
+        return jnp.tanh(u @ a) - 0.5 * (u**3 if powers else u * u * u)
 
     def fun(x: jax.Array) -> jax.Array:
         def step(u: jax.Array, _: None) -> tuple[jax.Array, None]:
@@ -153,6 +153,7 @@ NAMED: dict[str, Callable[[], Any]] = {
     "tall_32_512": functools.partial(dense, 32, 128, 128, 128, 512),
     "mlp_256": functools.partial(dense, 256, 256, 256),
     "mlp_deep_256": functools.partial(dense, 256, 256, 256, 256, 256, 256),
+    "rk4_256": functools.partial(runge_kutta, 256, 256, powers=True),
     "elementwise_1000": functools.partial(elementwise, 1000),
     "elementwise_8": functools.partial(elementwise, 8),
     "stencil_32": functools.partial(stencil, 32),
