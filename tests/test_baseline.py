@@ -853,3 +853,19 @@ def test_complex_norms_count_both_parts(path):
     blocks = manifest_of(path)["body"]["cases"][0]["observed"]["jacobian"]["blocks"]
     # J is diag(6 + 8i, 0): as a real map each complex entry counts twice.
     assert float.fromhex(blocks[0]["figures"][0]) == pytest.approx(10 * np.sqrt(2))
+
+
+def test_texts_that_are_no_unicode_and_long_ints(path):
+    """A lone surrogate (as in odd file names) is a text; an int that Python would not write is refused."""
+
+    def fun(x, name):
+        if name == "bad \udcff":
+            raise ValueError(name)
+        return 2.0 * x
+
+    cases = {"odd": (X, "file \udcff"), "int": (X, 1 << 4000), "refused": Refused((X, "bad \udcff"))}
+    for stored in (True, False):
+        record_baseline(fun, cases, path, argnums=0, store_inputs=stored)
+        assert check_baseline(fun, path, cases=None if stored else cases)
+    text = message(TypeError, record_baseline, fun, {"long": (X, 10**5000)}, path, argnums=0)
+    assert "cases['long'][1]: int, an int of too many digits" in text

@@ -181,7 +181,7 @@ def _record_refusal(fun: Callable[..., Any], case: Case, argnums: Any, has_aux: 
 
 
 def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _name_of(fun: Callable[..., Any]) -> str:

@@ -20,6 +20,7 @@ import numpy as np
 from linjac._tree import is_key, short, type_of
 
 DEPTH = 24  # nesting of a tree that is described: three levels of JSON each
+BITS = 1 << 12  # of an int at most
 STATIC = ("float", "complex", "int", "bool", "str", "callable")
 LEAF = {
     "name": str,
@@ -69,7 +70,7 @@ def _describe(node: Any, name: str, found: Described, depth: int) -> Any:
     if type(node) in (list, tuple):
         return [type(node).__name__, [part for _, part in parts]]
     keys = [path[0].key for path, _ in parts] if type(node) is dict else []
-    if type(node) is dict and all(type(key) in (str, int) for key in keys):
+    if type(node) is dict and all(type(key) in (str, int) and not _is_huge(key) for key in keys):
         return ["dict", [[key, part] for key, (_, part) in zip(keys, parts, strict=True)]]
     kind = f"{type(node).__module__}.{type(node).__qualname__}"
     found.foreign.append(f"{name}: {type(node).__name__}")
@@ -84,7 +85,7 @@ def _children(node: Any) -> list[tuple[Any, Any]]:
 def _item(name: str, leaf: Any) -> Item:
     for kind in (bool, int, float, complex, str):
         if type(leaf) is kind:
-            return Item(name, kind.__name__, leaf)
+            return Item(name, kind.__name__, leaf, "an int of too many digits" if _is_huge(leaf) else "")
     if isinstance(leaf, int | float | complex | str) and not isinstance(leaf, np.generic):
         return Item(name, "object", leaf, "a class of its own, which is not described by its value")
     if isinstance(leaf, jax.core.Tracer):
@@ -105,6 +106,11 @@ def _item(name: str, leaf: Any) -> Item:
         return Item(name, "object", leaf, "this dtype cannot be recorded")
     # A weakly typed array is taken as one of its dtype: a file does not keep weak types.
     return Item(name, "array", np.asarray(jnp.asarray(leaf)))
+
+
+def _is_huge(value: Any) -> bool:
+    """Whether a value is an int that Python would not write in digits."""
+    return type(value) is int and value.bit_length() > BITS
 
 
 def trouble(found: Described) -> list[str]:
@@ -138,7 +144,7 @@ def bytes_of(item: Item) -> Any:
         return plain(item.value)
     if item.kind == "key":
         return np.asarray(jax.random.key_data(item.value))
-    return text_of(item).encode()
+    return text_of(item).encode("utf-8", "surrogatepass")
 
 
 def plain(array: np.ndarray) -> np.ndarray:
