@@ -28,7 +28,7 @@ def type_of(leaf: Any) -> Any:
     """The abstract value of a leaf, or None where JAX does not take it as an array."""
     try:
         return jax.typeof(leaf)
-    except TypeError:
+    except (TypeError, OverflowError, ValueError):  # the last two from Python ints beyond 64 bits, and beyond print
         return None
 
 
