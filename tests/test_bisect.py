@@ -429,3 +429,17 @@ def test_refusals():
 def test_names_are_public():
     assert {"Bisection", "bisect_linearization"} <= set(testing.__all__)
     assert Bisection.__module__ == bisect_linearization.__module__ == "linjac.testing"
+
+
+@pytest.mark.parametrize(
+    ("fun", "x"),
+    [
+        (lambda x: x**2, jnp.array([50.0, 20.0], jnp.float16)),
+        (lambda x: x**4, jnp.array([1e8, 2e8], jnp.float32)),
+        (lambda x: jnp.sum(x * jnp.sin(x)), jnp.array([1e4, 2.0], jnp.float16)),
+    ],
+    ids=["square", "fourth power", "sum"],
+)
+def test_a_large_finite_derivative_is_not_accused_of_overflow(fun, x):
+    found = bisect_linearization(fun, x)
+    assert found.kind is None, found

@@ -7,9 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 import linjac
 from dense import settings_of
+from linjac import testing
 from linjac.testing import check_jacobian
 from scenarios import BY_NAME, FULL, SHORT, C, F
 
@@ -258,3 +261,58 @@ def test_integer_arguments_have_no_blocks(argnums):
     assert report, str(report)
     ran = {c.stage for c in report.criteria if c.outcome == "passed"}
     assert ("products" in ran) == (argnums == (0, 1))
+
+
+KINKS = {
+    "maximum": lambda x: jnp.maximum(x, 0.1) * jnp.arange(1.0, 4.0, dtype=x.dtype),
+    "clip": lambda x: jnp.clip(x, 0.1, 5.0) * jnp.arange(1.0, 4.0, dtype=x.dtype),
+    "jump": lambda x: jnp.where(x > 0.1, 2 * x, x),
+    "relu, one sum": lambda x: jnp.sum(jax.nn.relu(x - 0.1)),
+}
+
+
+@pytest.mark.parametrize("name", KINKS)
+def test_one_element_at_a_kink_excuses_no_other(name):
+    """0.1 is on one side in float32 and on the other in float64; one rounding of the point changes the slope there."""
+    x = jnp.asarray([0.1, 1.0, 2.0], jnp.float32)
+    right = jax.jacrev(KINKS[name])(x)
+    with jax.numpy_dtype_promotion("standard"):
+        assert check_jacobian(KINKS[name], x)
+        for seed in range(4):
+            assert testing.check_linearization(KINKS[name], x, key=jax.random.key(seed), directions=1)
+        for wrong in (-right, 0 * right, right.at[..., 2].multiply(-1)):
+            assert check_jacobian(KINKS[name], x, jacobian=wrong).where == "products"
+
+
+def test_a_deep_net_in_bfloat16_excuses_no_wrong_jacobian():
+    draw = np.random.default_rng(0).standard_normal
+    weights = [jnp.asarray(draw((16, 16)) / 3, jnp.bfloat16) for _ in range(8)]
+
+    def net(x):
+        for w in weights:
+            x = jnp.tanh(w @ x)
+        return x
+
+    x = jnp.full(16, 0.3, jnp.bfloat16)
+    right = jax.jacfwd(net)(x)
+    assert check_jacobian(net, x)
+    for wrong in (right * 0.5, 0 * right, -right):
+        report = check_jacobian(net, x, jacobian=wrong.astype(jnp.bfloat16))
+        assert report.where == "products"
+        assert "transpose" not in report.failed[0].detail
+
+
+def test_a_rule_wrong_in_reverse_beside_a_kink():
+    half = Primitive("half_wrong")
+    half.def_impl(lambda v: 2 * v)
+    half.def_abstract_eval(lambda v: v)
+    mlir.register_lowering(half, mlir.lower_fun(lambda v: 2 * v, multiple_results=False))
+    batching.defvectorized(half)
+    ad.deflinear2(half, lambda ct, v: [half.bind(ct) * 1.5])
+    fun = lambda x: half.bind(jnp.maximum(x, 0.1))
+    x = jnp.asarray([0.1, 1.0, 2.0], jnp.float32)
+    with jax.numpy_dtype_promotion("standard"):
+        for seed in range(3):
+            report = testing.check_linearization(fun, x, key=jax.random.key(seed), directions=2)
+            assert "other mode" in {c.stage for c in report.failed}
+        assert not check_jacobian(fun, x)

@@ -475,3 +475,20 @@ def test_checks_of_functions_made_in_a_loop_do_not_warn():
         assert testing.check_linearization(fun, X, key=KEY, directions=1)
         linjac.measure_jacobian(fun, rounds=1, seconds=1e-9)(X)
     linjac.jacobian(fun)(X)
+
+
+def test_random_numbers_that_do_not_move_excuse_nothing():
+    square = jax.custom_jvp(lambda x: x**2)
+    square.defjvp(lambda p, t: (square(*p), (2.02 * p[0] * t[0]).astype(F)))
+
+    def fun(x):
+        return square(x) * jax.random.gamma(jax.random.key(1), 2.0, x.shape, dtype=F)
+
+    assert check(fun, X).where == "finite differences"
+
+
+def test_what_cannot_be_mapped_is_skipped():
+    fun = lambda x: jax.custom_derivatives.linear_call(lambda _, v: 2 * v, lambda _, c: 2 * c, (), x)
+    report = check(fun, X)
+    assert report, str(report)
+    assert {"vmap", "chunked"} <= {c.stage for c in report.skipped}

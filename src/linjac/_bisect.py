@@ -164,13 +164,14 @@ class _Run:
         return {number: _random(rng, self.point[number]) for number in self.moving}
 
 
-def _random(rng: np.random.Generator, like: Any) -> Any:
+def _random(rng: np.random.Generator, like: Any, *, scaled: bool = True) -> Any:
+    """A random array, about as large as another, or about 1: a derivative that is finite stays so."""
     values = rng.uniform(0.5, 1.0, like.shape) * rng.choice([-1.0, 1.0], like.shape)
     if jnp.issubdtype(like.dtype, jnp.complexfloating):
         values = values + 1j * rng.uniform(-1.0, 1.0, like.shape)
     sizes = np.abs(np.asarray(like).astype(np.complex128 if np.iscomplexobj(values) else np.float64))
     scale = float(np.max(sizes, initial=0.0, where=np.isfinite(sizes))) or 1.0
-    return jnp.asarray(np.asarray(values * scale).astype(like.dtype))
+    return jnp.asarray(np.asarray(values * (scale if scaled else 1.0)).astype(like.dtype))
 
 
 # not finite -----------------------------------------------------------------------------------------------------------
@@ -180,11 +181,16 @@ def _not_finite(run: _Run, rng: np.random.Generator) -> Found | None:
     found = bad_value(tape, [run.point[number] for number in tape.inputs], run.names)
     if found is not None or not run.moving:
         return found
-    found = bad_tangent(tape, run.steps, run.active, run.direction(rng))
+    ones = {number: _random(rng, run.point[number], scaled=False) for number in run.moving}
+    found = bad_tangent(tape, run.steps, run.active, ones)
     if found is not None:
         return found
     ends = zip(tape.output_numbers, tape.outputs, strict=True)
-    cotangents = {number: _random(rng, value) for number, value in ends if number is not None and number in run.active}
+    cotangents = {
+        number: _random(rng, value, scaled=False)
+        for number, value in ends
+        if number is not None and number in run.active
+    }
     return bad_cotangent(tape, run.steps, run.active, cotangents)
 
 

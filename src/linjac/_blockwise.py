@@ -20,7 +20,7 @@ from linjac._program import first_line
 from linjac._report import Difference
 from linjac._routes import CHUNKS
 from linjac._subject import Flat, Subject
-from linjac._tolerances import compare, largest, wide, worst
+from linjac._tolerances import SHARE, compare, largest, wide, worst
 from linjac._tree import is_complex, is_inexact, promoted, short, size_of, type_of
 
 TRANSPOSE = "this is the transpose: rows are outputs, columns are inputs"
@@ -161,7 +161,9 @@ class Blockwise:
         for i, (row, wanted) in enumerate(zip(self.blocks if mine is None else mine, other, strict=True)):
             size = max(map(largest, wanted), default=0.0)
             for k, (block, want) in enumerate(zip(row, wanted, strict=True)):
-                limit = self.probe.limits.allowed(want, self.probe.noise_out[i], size)
+                noise = self.probe.noise_out[i]
+                noise = noise.reshape(noise.shape + (1,) * (np.ndim(want) - noise.ndim))
+                limit = self.probe.limits.allowed(want, noise, size, SHARE)
                 bad = worst(block, want, limit, outputs[i], inputs[k])
                 found += [] if bad is None else [bad]
         return merged(found)

@@ -70,11 +70,10 @@ def _types(subject: Subject) -> tuple[Any, ...]:
 
 # where a function casts down ------------------------------------------------------------------------------------------
 def _narrow(subject: Subject) -> str:
-    """Where the function leaves double precision by itself; an empty text where it does not."""
+    """Where what moves leaves double precision, or enters a draw; an empty text where it does not."""
     jaxpr = subject.jaxpr
     if hasattr(jaxpr, "eqns"):
-        place = next(_narrowings(jaxpr, [True] * len(jaxpr.invars)), None)
-        return "" if place is None else f"fun itself casts down: {place}"
+        return next(filter(None, (_obstacle(*row) for row in _moving(jaxpr, [True] * len(jaxpr.invars)))), "")
     low = [
         (name, aval)
         for name, aval in zip(subject.outputs.names, subject.outputs.types, strict=True)
@@ -84,20 +83,16 @@ def _narrow(subject: Subject) -> str:
 
 
 def _redrawn(subject: Subject, doubled: Subject) -> str:
-    """Whether random numbers are other ones in float64 (those of the default dtype have other bits), or not smooth."""
-    if _draws(doubled)["random_gamma"]:
-        return "fun draws from a gamma distribution, whose derivative is that of the distribution, not of one draw"
-    if _draws(subject) != _draws(doubled):
-        return "fun draws other random numbers in float64: give the functions of jax.random a dtype"
-    return ""
+    """Whether random numbers are other ones in float64: those of the default dtype have other bits."""
+    if _draws(subject) == _draws(doubled):
+        return ""
+    return "fun draws other random numbers in float64: give the functions of jax.random a dtype"
 
 
 def _draws(subject: Subject) -> collections.Counter[Any]:
-    """What is drawn, by shape and dtype, and the names of the primitives that draw."""
     found = equations(subject.jaxpr) if hasattr(subject.jaxpr, "eqns") else ()
-    draws = [eqn for eqn in found if eqn.primitive.name in ("random_bits", "threefry2x32", "random_gamma")]
-    types = (tuple((var.aval.shape, str(var.aval.dtype)) for var in eqn.outvars) for eqn in draws)
-    return collections.Counter([*types, *(eqn.primitive.name for eqn in draws)])
+    draws = (eqn for eqn in found if eqn.primitive.name in ("random_bits", "threefry2x32", "random_gamma"))
+    return collections.Counter(tuple((var.aval.shape, str(var.aval.dtype)) for var in eqn.outvars) for eqn in draws)
 
 
 def _bits(aval: Any) -> int:
@@ -108,8 +103,8 @@ def _bits(aval: Any) -> int:
     return size // 2 if np.issubdtype(aval.dtype, np.complexfloating) else size
 
 
-def _narrowings(jaxpr: Jaxpr, moves: Sequence[bool], outer: str = "inside JAX") -> Iterator[str]:
-    """The equations that take a 64-bit value that depends on the point to a shorter one."""
+def _moving(jaxpr: Jaxpr, moves: Sequence[bool], outer: str = "inside JAX") -> Iterator[tuple[Any, list[Any], str]]:
+    """The equations that read what depends on the point, with the types of that, and their places."""
     moving = {var for var, flag in zip(jaxpr.invars, moves, strict=True) if flag}
     for eqn in jaxpr.eqns:
         flags = [not isinstance(var, Literal) and var in moving for var in eqn.invars]
@@ -119,11 +114,18 @@ def _narrowings(jaxpr: Jaxpr, moves: Sequence[bool], outer: str = "inside JAX") 
         inner, place = list(subjaxprs(eqn)), place_of(eqn) or outer
         for sub in inner:
             same = len(inner) == 1 and len(sub.invars) == len(flags)
-            yield from _narrowings(sub, flags if same else [True] * len(sub.invars), place)
-        reads = [var.aval for var, flag in zip(eqn.invars, flags, strict=True) if flag]
-        wrote = min((_bits(var.aval) for var in eqn.outvars), default=64)
-        if not inner and any(_bits(aval) == 64 for aval in reads) and wrote < 64:
-            name = short_dtype(next(var.aval.dtype for var in eqn.outvars if _bits(var.aval) == wrote))
-            yield f"{eqn.primitive.name} to {name} at {place}"
-        if eqn.primitive.name == "reduce_precision":
-            yield f"reduce_precision at {place}"
+            yield from _moving(sub, flags if same else [True] * len(sub.invars), place)
+        yield eqn, [var.aval for var, flag in zip(eqn.invars, flags, strict=True) if flag], place
+
+
+def _obstacle(eqn: Any, reads: Sequence[Any], place: str) -> str:
+    """Why an equation that reads these moving types has no differences in float64."""
+    if eqn.primitive.name == "random_gamma":
+        return f"the derivative of a gamma distribution is not that of one draw: random_gamma at {place}"
+    if eqn.primitive.name == "reduce_precision":
+        return f"fun itself casts down: reduce_precision at {place}"
+    wrote = min((_bits(var.aval) for var in eqn.outvars), default=64)
+    if any(subjaxprs(eqn)) or wrote >= 64 or all(_bits(aval) != 64 for aval in reads):
+        return ""
+    name = short_dtype(next(var.aval.dtype for var in eqn.outvars if _bits(var.aval) == wrote))
+    return f"fun itself casts down: {eqn.primitive.name} to {name} at {place}"

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from linjac._finite import EPS, SLACK, Slope, between_jumps, order, slope
-from linjac._probe import Probe, Product, SkipError, Verdict, masked, merged, only
+from linjac._probe import Probe, Product, SkipError, Verdict, apart, masked, merged, noise_of, only
 from linjac._report import Difference
 from linjac._subject import Flat, cast, normal
 from linjac._tolerances import compare, largest, wide, worst
@@ -104,7 +104,8 @@ def _against(probe: Probe, seen: Slope, pushed: list[Any], name: str | None) -> 
         return found, left_out
     reached = order(seen, pushed)
     words = "linear up to roundoff" if reached is None else f"order of the remainder {reached:.2f}, 2 where right"
-    return found, f"{words}; {seen.calls} calls in float64" + (f"; {left_out}" if left_out else "")
+    whose = "" if probe.doubled.already else "; of jax.jvp in float64"
+    return found, f"{words}{whose}; {seen.calls} calls in float64" + (f"; {left_out}" if left_out else "")
 
 
 def _left_out(count: int, kinks: int, unsure: int) -> str:
@@ -128,8 +129,7 @@ def precision(probe: Probe, product: Product) -> Verdict:
     def differ(vector: Flat, name: str | None = None) -> list[Difference]:
         exact = _wide(vector)
         want = probe.doubled.push(exact)
-        changes = [_change(probe, exact, point, want) for _ in range(2)]
-        noise = [max(column) for column in zip(*changes, strict=True)]
+        noise = _noise(probe, exact, point, want)
         allowed = lambda k, leaf: probe.limits.allowed(leaf, noise[k], largest(leaf))  # noqa: E731
         return compare(*masked(product(vector), want), allowed, names, [name] * len(names))
 
@@ -143,9 +143,21 @@ def precision(probe: Probe, product: Product) -> Verdict:
     return Verdict(merged(found))
 
 
-def _change(probe: Probe, vector: Flat, point: Flat, there: list[Any]) -> list[float]:
-    """How much each leaf of the product changes when point and vector move by one rounding of the shorter dtype."""
+def _noise(probe: Probe, vector: Flat, point: Flat, there: list[Any]) -> Flat:
+    """How much each element of the product changes when point and vector move by one rounding of the shorter dtype.
+
+    They move to both sides, so that one of them lies beyond a kink that is there in the shorter dtype only.
+
+    Returns:
+        One array a leaf.
+    """
     eps, rng = probe.limits.eps, probe.rng
-    nudged = [[x * (1 + eps * rng.choice((-1.0, 1.0), x.shape)) for x in leaves] for leaves in (vector, point)]
-    with np.errstate(all="ignore"):
-        return [largest(a - b) for a, b in zip(probe.doubled.push(*nudged), there, strict=True)]
+    turns = [[rng.choice((-1.0, 1.0), x.shape) for x in leaves] for leaves in (vector, point)]
+    sides = [
+        [
+            [x * (1 + sign * eps * t) for x, t in zip(leaves, turn, strict=True)]
+            for leaves, turn in zip((vector, point), turns, strict=True)
+        ]
+        for sign in (1.0, -1.0)
+    ]
+    return [noise_of(change) for change in apart((probe.doubled.push(*side), there) for side in sides)]

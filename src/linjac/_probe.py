@@ -15,7 +15,7 @@ from linjac._doubled import Doubled
 from linjac._program import first_line
 from linjac._report import FAILED, PASSED, SKIPPED, Criterion, Difference
 from linjac._subject import Flat, Leaves, Subject, basis, cast, normal, spread
-from linjac._tolerances import Tolerances, compare, largest, wide
+from linjac._tolerances import SHARE, Tolerances, compare, largest, wide
 from linjac._tracing import uncounted
 
 PERTURBED = 2  # points one rounding away
@@ -116,43 +116,41 @@ class Probe:
             raise SkipError("the Jacobian has no elements")
 
     # tolerances -------------------------------------------------------------------------------------------------------
-    def _around(self, run: Callable[[Flat, Flat], Sequence[Any]], vector: Flat) -> list[float]:
-        """How much each leaf of a result changes when point and vector move by one rounding."""
+    def _around(self, run: Callable[[Flat, Flat], Sequence[Any]], vector: Flat) -> Flat:
+        """How much each element of a result changes when point and vector move by one rounding."""
         there = run(self.subject.point, vector)
         others = (run(self._nudged(self.subject.point), self._nudged(vector)) for _ in range(PERTURBED))
-        return _apart((other, there) for other in others)
+        return apart((other, there) for other in others)
 
-    def _rounded(
-        self, exact: Callable[[Flat], Sequence[Any]], vectors: Sequence[Flat], known: Sequence[Flat]
-    ) -> list[float]:
-        """How far each leaf of results is from the same in double precision, where that can be had.
+    def _rounded(self, exact: Callable[[Flat], Sequence[Any]], vectors: Sequence[Flat], known: Sequence[Flat]) -> Flat:
+        """How far each element of results is from the same in double precision, where that can be had.
 
         That shows the roundings inside the function, of which compiled code makes fewer, or others.
 
         Returns:
-            The largest distance of each leaf.
+            The largest distance of each element, one array a leaf.
         """
         if self.doubled.already or isinstance(self.doubled.subject, str):
-            return [0.0] * len(known[0])
-        return _apart((exact(vector), there) for vector, there in zip(vectors, known, strict=True))
+            return [np.zeros(np.shape(leaf)) for leaf in known[0]]
+        return apart((exact(vector), there) for vector, there in zip(vectors, known, strict=True))
 
     def _nudged(self, leaves: Sequence[Any]) -> Flat:
         eps = self.limits.eps
         return [(x * (1 + eps * self.rng.choice((-1.0, 1.0), x.shape))).astype(x.dtype) for x in map(wide, leaves)]
 
     @functools.cached_property
-    def noise_of_value(self) -> list[float]:
-        """For each output leaf, what one rounding of the point, or those inside the function, change in the value."""
+    def noise_of_value(self) -> Flat:
+        """What one rounding of the point, or those inside the function, change in each element of the value."""
         point, types = self.subject.point, self.subject.inputs.types
         moved = self._around(lambda point, _: self.subject.call(*cast(point, types)), [])
         return _larger(moved, self._rounded(self.doubled.call, [list(map(wide, point))], [self.subject.call(*point)]))
 
     @functools.cached_property
-    def noise_out(self) -> list[float]:
+    def noise_out(self) -> Flat:
         """The same in products along random directions."""
         types = self.subject.inputs.types
         if not self.forward:
-            return [0.0] * len(self.subject.outputs.types)
+            return [np.zeros(aval.shape) for aval in self.subject.outputs.types]
         run = lambda point, vector: self.subject.jvp(cast(vector, types), cast(point, types))  # noqa: E731
         return _larger(
             self._around(run, self.forward[-1].vector),
@@ -160,11 +158,11 @@ class Probe:
         )
 
     @functools.cached_property
-    def noise_in(self) -> list[float]:
-        """The same in transposed products, for each input leaf."""
+    def noise_in(self) -> Flat:
+        """The same in transposed products, for each element of the inputs."""
         inputs, outputs = self.subject.inputs.types, self.subject.outputs.types
         if not self.reverse or self.subject.no_reverse is not None:
-            return [0.0] * len(inputs)
+            return [np.zeros(aval.shape) for aval in inputs]
         run = lambda point, vector: self.subject.vjp(cast(vector, outputs), cast(point, inputs))  # noqa: E731
         return _larger(
             self._around(run, self.reverse[-1].vector),
@@ -185,17 +183,17 @@ class Probe:
     def _numbers(self, side: str) -> range:
         return range(len(self.subject.outputs.types if side == "out" else self.subject.inputs.types))
 
-    def allowed_value(self, leaf: int, want: Any) -> float:
-        """The largest difference in a leaf of the value."""
+    def allowed_value(self, leaf: int, want: Any) -> Any:
+        """The largest difference in each element of a leaf of the value."""
         return self.limits.allowed(want, self.noise_of_value[leaf])
 
-    def allowed_out(self, leaf: int, want: Any) -> float:
-        """The largest difference in an output leaf of a product."""
-        return self.limits.allowed(want, self.noise_out[leaf], self.size_out[leaf])
+    def allowed_out(self, leaf: int, want: Any) -> Any:
+        """The largest difference in each element of an output leaf of a product."""
+        return self.limits.allowed(want, self.noise_out[leaf], self.size_out[leaf], SHARE)
 
-    def allowed_in(self, leaf: int, want: Any) -> float:
-        """The largest difference in an input leaf of a transposed product."""
-        return self.limits.allowed(want, self.noise_in[leaf], self.size_in[leaf])
+    def allowed_in(self, leaf: int, want: Any) -> Any:
+        """The largest difference in each element of an input leaf of a transposed product."""
+        return self.limits.allowed(want, self.noise_in[leaf], self.size_in[leaf], SHARE)
 
     # comparisons ------------------------------------------------------------------------------------------------------
     def pushed(
@@ -266,15 +264,26 @@ def _random_ones(directions: Sequence[Direction], products: Sequence[Flat]) -> t
     return [vector for vector, _ in rows], [product for _, product in rows]
 
 
-def _apart(pairs: Iterable[tuple[Sequence[Any], Sequence[Any]]]) -> list[float]:
-    """The largest difference of each leaf, over pairs of results."""
-    with np.errstate(all="ignore"):
-        changes = [[largest(wide(a) - wide(b)) for a, b in zip(*pair, strict=True)] for pair in pairs]
-    return [max(column) for column in zip(*changes, strict=True)]
+def apart(pairs: Iterable[tuple[Sequence[Any], Sequence[Any]]]) -> Flat:
+    """The largest difference of each element, over pairs of results."""
+    changes = [[np.abs(wide(a) - wide(b)) for a, b in zip(*pair, strict=True)] for pair in pairs]
+    return [np.max([np.where(np.isfinite(x), x, 0.0) for x in column], axis=0) for column in zip(*changes, strict=True)]
 
 
-def _larger(some: Sequence[float], others: Sequence[float]) -> list[float]:
-    return [max(pair) for pair in zip(some, others, strict=True)]
+def _larger(some: Flat, others: Flat) -> Flat:
+    return [noise_of(np.maximum(*pair)) for pair in zip(some, others, strict=True)]
+
+
+def noise_of(changes: Any) -> Any:
+    """The noise of each element: what was seen there, or in half of the leaf.
+
+    One element at a kink, which a rounding takes to the other side, so excuses itself and none beside it.
+
+    Returns:
+        An array like the changes.
+    """
+    flat = np.sort(changes, axis=None)
+    return np.maximum(changes, flat[(flat.size - 1) // 2]) if flat.size else changes
 
 
 def masked(got: Sequence[Any], want: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:

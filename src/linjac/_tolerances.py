@@ -17,6 +17,7 @@ from linjac._tree import is_inexact, short_dtype
 
 _RTOL = {64: 1e-9, 32: 1e-5}  # by bits; below, 8 roundings
 NOISE = 16.0  # times the change that a perturbation by one rounding makes
+SHARE = 0.25  # of the largest element: no product is excused by noise beyond
 _TENSOR = {"gpu": 2.0**-10, "cuda": 2.0**-10, "rocm": 2.0**-10, "tpu": 2.0**-7}  # float32 matrix products there
 
 
@@ -29,17 +30,20 @@ class Tolerances(NamedTuple):
     source: str
     given: bool
 
-    def allowed(self, want: Any, noise: float = 0.0, magnitude: float = 0.0) -> float:
+    def allowed(self, want: Any, noise: Any = 0.0, magnitude: float = 0.0, share: float = float("inf")) -> Any:
         """The largest difference allowed in a leaf, where one rounding of the point changes it by `noise`.
 
-        `magnitude` is the largest element that such a leaf has along any direction. Given tolerances are taken as they
-        are.
+        `magnitude` is the largest element that such a leaf has along any direction; noise counts up to a `share` of the
+        largest. Given tolerances are taken as they are.
 
         Returns:
-            The difference.
+            The difference: one number, or one for each element of `noise`.
         """
-        limit = self.rtol * largest(want) + self.atol
-        return limit if self.given else limit + NOISE * noise + 8 * self.eps * magnitude
+        size = largest(want)
+        limit = self.rtol * size + self.atol
+        if self.given:
+            return limit
+        return limit + np.minimum(NOISE * noise, share * max(size, magnitude)) + 8 * self.eps * magnitude
 
 
 def largest(leaf: Any) -> float:
@@ -97,7 +101,7 @@ def _fast_products(jaxpr: Any) -> float | None:
 
 
 # comparisons ----------------------------------------------------------------------------------------------------------
-type Allowed = Callable[[int, Any], float]  # (leaf, what is expected there) -> the largest difference
+type Allowed = Callable[[int, Any], Any]  # (leaf, what is expected there) -> the largest difference, of each element
 
 
 def compare(
