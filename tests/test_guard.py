@@ -6,6 +6,7 @@ yields the function that is to compute 5 x². Each has its own code location, fo
 
 import functools
 import gc
+import sys
 import types
 import weakref
 
@@ -1486,3 +1487,85 @@ def test_an_array_whose_identity_is_used_again_is_not_mistaken_for_the_old_one()
         gc.collect()
         holder[0] = jnp.full(3, factor, F)
         computes(fun, factor)
+
+
+# What containers hold, and where -------------------------------------------------------------------------------------
+def test_a_container_that_was_empty_when_traced():
+    over, terms = {}, []
+
+    def fun(x):
+        return over.get("scale", 1.0) * x + sum(terms)
+
+    close(linjac.jacobian(fun)(X), np.eye(3))
+    over["scale"] = 4.0
+    close(linjac.jacobian(fun)(X), 4 * np.eye(3))
+    terms.append(7.0)
+    close(linjac.value_and_jacobian(fun)(X)[0], 4 * X + 7)
+
+
+def test_an_attribute_that_was_an_empty_list():
+    class Sum:
+        def __init__(self):
+            self.terms = []
+
+        def apply(self, x):
+            return x * (2 + sum(self.terms))
+
+    model = Sum()
+    close(linjac.jacobian(model.apply)(X), 2 * np.eye(3))
+    model.terms.append(5.0)
+    close(linjac.jacobian(model.apply)(X), 7 * np.eye(3))
+
+
+def test_the_same_leaves_under_other_keys_or_elsewhere():
+    limits, nested = {"high": 2.0}, [[], [3.0]]
+
+    def by_key(x):
+        return limits.get("cap", 9.0) * x
+
+    def by_place(x):
+        return (nested[0][0] if nested[0] else 1.0) * x
+
+    close(linjac.jacobian(by_key)(X), 9 * np.eye(3))
+    close(linjac.jacobian(by_place)(X), np.eye(3))
+    limits["cap"] = limits.pop("high")
+    nested.reverse()
+    close(linjac.jacobian(by_key)(X), 2 * np.eye(3))
+    close(linjac.jacobian(by_place)(X), 3 * np.eye(3))
+
+
+def test_shapes_noted_while_tracing_retrace_nothing():
+    """Two signatures of one function take turns: what each notes at its own trace is no change to the other."""
+    shapes, calls = {}, []
+
+    def fun(x):
+        calls.append(None)
+        shapes.setdefault("seen", []).append(x.shape)
+        return 2.0 * x
+
+    for _ in range(4):
+        linjac.jacobian(fun)(X)
+        linjac.jacobian(fun)(X[:2])
+    assert len(calls) <= 3
+
+
+@pytest.mark.parametrize("form", ["import", "from"])
+def test_a_module_imported_by_the_function(form, monkeypatch):
+    settings = types.ModuleType("linjac_test_settings")
+    settings.SCALE = 2.0
+    monkeypatch.setitem(sys.modules, "linjac_test_settings", settings)
+
+    def imports(x):
+        import linjac_test_settings
+
+        return linjac_test_settings.SCALE * x
+
+    def imports_from(x):
+        from linjac_test_settings import SCALE
+
+        return SCALE * x
+
+    fun = imports if form == "import" else imports_from
+    close(linjac.jacobian(fun)(X), 2 * np.eye(3))
+    settings.SCALE = 5.0
+    close(linjac.jacobian(fun)(X), 5 * np.eye(3))

@@ -353,3 +353,13 @@ def test_nan_stays_in_its_entry():
         J = np.asarray(linjac.jacobian(jnp.sin, mode=mode)(x))
         assert np.isnan(J[0, 0]) and J[0, 1] == J[1, 0] == 0.0
         np.testing.assert_array_equal(J, jax.jit(jax.jacfwd(jnp.sin))(x))
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "rev"}, {"layout": "matrix"}])
+def test_op_by_op_the_result_is_never_the_callers_own_array(options):
+    matrix = jnp.ones((2, 3), F)
+    assert linjac.jacobian(lambda x: matrix @ x, jit=False, **options)(X) is not matrix
+    assert linjac.value_and_jacobian(lambda x: matrix @ x, jit=False, **options)(X)[1] is not matrix
+    taken = linjac.jacobian(lambda a, x: a @ x, 1, jit=False, **options)(matrix, X)
+    jax.jit(lambda j: 2 * j, donate_argnums=0)(taken)
+    close(matrix, np.ones((2, 3)))

@@ -1048,3 +1048,108 @@ def test_a_failing_call_inside_a_trace_counts_as_traced():
     with monitor:
         jax.jit(outer)(X)
     assert {(row["calls"], row["traced_calls"]) for row in monitor.snapshot()["entries"]} == {(0, 1)}
+
+
+# what was got round ---------------------------------------------------------------------------------------------------
+def test_threads_that_trace_at_once_share_one_limit():
+    begun = threading.Barrier(6)
+
+    def fun(x):
+        return jnp.sin(x)
+
+    def work(size):
+        begun.wait()
+        with contextlib.suppress(linjac.LimitError):
+            linjac.jacobian(fun)(jnp.ones(size, F))
+
+    with linjac.Monitor(max_signatures=1) as monitor:
+        threads = [threading.Thread(target=work, args=(size,)) for size in range(1, 7)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    totals = monitor.snapshot()["totals"]
+    assert (totals["traces"], totals["refused"]) == (1, 5)
+
+
+def test_another_context_and_a_function_by_value_are_signatures_too():
+    def smooth(x):
+        return jnp.cos(x)
+
+    def branches(x):
+        return jnp.sin(x) if x.sum() > -9 else x
+
+    with linjac.Monitor(max_signatures=1):
+        linjac.jacobian(smooth)(X)
+        with jax.default_matmul_precision("highest"), pytest.raises(linjac.LimitError, match="max_signatures"):
+            linjac.jacobian(smooth)(X)
+        with pytest.warns(linjac.PerformanceWarning):
+            linjac.jacobian(branches)(X)
+        linjac.jacobian(branches)(X + 1)
+        with pytest.raises(linjac.LimitError, match="max_signatures"):
+            linjac.jacobian(branches)(X[:2])
+
+
+@pytest.mark.parametrize("name", ["jvp_many", "vjp_many"])
+def test_aux_of_a_batch_counts_in_the_result(name):
+    def fun(x):
+        return tall(x), jnp.broadcast_to(x[0], (100,))
+
+    run = {
+        "jvp_many": lambda: linjac.jvp_many(fun, (X,), (BATCH,), has_aux=True),
+        "vjp_many": lambda: linjac.vjp_many(fun, (X,), jnp.ones((2, 4), F), has_aux=True),
+    }[name]
+    want = (100 + {"jvp_many": 5 * 4, "vjp_many": 2 * 3}[name]) * FLOAT
+    with linjac.Monitor(max_result_bytes=want):
+        run()
+    with linjac.Monitor(max_result_bytes=want - 1), pytest.raises(linjac.LimitError, match=f"wanted {want:,}"):
+        run()
+
+
+def test_a_candidate_beyond_a_limit_is_not_measured():
+    def fun(x):
+        return jnp.tanh(jnp.stack([x[0], x[1], x[0] * x[1], x.sum()]))
+
+    with linjac.Monitor(max_directions=2):
+        assert "rev is beyond a limit" in str(linjac.plan_jacobian(fun, mode="measure")(X[:2]))
+        linjac.jacobian(fun, mode="measure")(X[:2])
+    assert "measured: fwd" in str(linjac.plan_jacobian(fun, mode="measure")(X[:2]))
+
+
+def test_a_held_or_concrete_first_leaf_hides_no_trace():
+    def step(state):
+        return jnp.tanh(state["x"]) * state["count"].astype(F)
+
+    constant = jnp.ones(3, F)
+    monitor = linjac.Monitor(non_finite=True)
+    with monitor:
+        jax.jit(lambda s: linjac.jacobian(step)(s)["x"])({"x": X, "count": jnp.array(3)})
+        jax.jit(lambda x: linjac.linearize_many(lambda _: constant, x, jit=False)[0] + x)(X)
+    totals = monitor.snapshot()["totals"]
+    assert (totals["calls"], totals["traced_calls"], totals["failed"]) == (0, 2, 0)
+
+
+def test_odd_names_odd_arguments_and_odd_errors():
+    class Odd:
+        def __call__(self, x):
+            return 2.0 * x
+
+    class Theirs(ValueError):
+        kind = "patient 4711"
+
+    def bad(x):
+        raise Theirs("linjac.jacobian said no")
+
+    odd = Odd()
+    odd.__qualname__ = 5
+    with linjac.Monitor() as monitor:
+        linjac.linearize_many(odd, X)
+        with pytest.raises(Theirs):
+            linjac.jacobian(bad)(X)
+        with pytest.raises(ValueError, match="key"):
+            linjac.jacobian(lambda d: d[1])({1: X, "a": X})
+    text = json.dumps(monitor.snapshot())
+    assert "4711" not in text
+    assert any(name.endswith("Odd") for _, name in rows(monitor))
+    assert monitor.snapshot()["totals"]["failed"] + monitor.snapshot()["totals"]["refused"] == 2
+    assert [row["failed"] for (_, name), row in rows(monitor).items() if name.endswith("bad")] == [{"Theirs": 1}]

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from linjac import _watch
-from linjac._errors import LimitError, compose
+from linjac._errors import LimitError, MemoryBudgetError, ModeError, PointError, TangentError, compose
 from linjac._tree import in_trace, is_inexact, short
 from linjac._watch import Call, Work
 
@@ -278,8 +278,13 @@ _WORK = ("directions", "sweeps", "chunks")
 
 
 # what is told of a call -----------------------------------------------------------------------------------------------
+_REFUSALS = frozenset({TypeError, ValueError, LimitError, MemoryBudgetError, ModeError, PointError, TangentError})
+
+
 def _is_refusal(error: BaseException) -> bool:
-    """Whether linjac raised it: all its messages are made by `compose`."""
+    """Whether linjac raised it: an error of its own, or a builtin one with a message that `compose` made."""
+    if type(error) not in _REFUSALS:
+        return False
     return bool(error.args) and isinstance(error.args[0], str) and error.args[0].startswith("linjac.")
 
 

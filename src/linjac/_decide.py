@@ -11,7 +11,7 @@ from linjac._choice import make_plan
 from linjac._errors import MemoryBudgetError, compose
 from linjac._measure import fastest, with_note
 from linjac._memory import memory_of
-from linjac._plan import JacobianPlan, Options
+from linjac._plan import OTHER, JacobianPlan, Options, work_of
 from linjac._program import Data, Program, alive
 from linjac._tree import in_trace, inside_transformation
 
@@ -43,8 +43,7 @@ def decide(who: str, program: Program, data: Data, options: Options, repeated: J
 
 def admit(plan: JacobianPlan, beside: int = 0) -> None:
     """Tell the active monitors what is about to be done; they may refuse it. `beside` are bytes of value and aux."""
-    directions = plan.n if plan.mode == "fwd" else plan.m
-    _watch.admit((directions, plan.sweeps, plan.chunks, plan.result_bytes + beside))
+    _watch.admit(work_of(plan), beside)
 
 
 def _no_measurement(program: Program, data: Data) -> str:
@@ -67,6 +66,11 @@ def _measured(who: str, program: Program, data: Data, options: Options) -> Jacob
     if obstacle:
         return with_note(by_size, f"not measured: {obstacle}; chosen by the size rule")
     admit(by_size)
-    found = fastest(who, program, data, by_size)
-    program.notes[key] = found
+    other = OTHER[by_size.mode]
+    if other in dict(by_size.ruled_out):
+        return with_note(by_size, f"not measured: {other} is ruled out")
+    second = make_plan(who, program, data, options._replace(mode=other))
+    if _watch.would_refuse(work_of(second)):
+        return with_note(by_size, f"not measured: {other} is beyond a limit of an active linjac.Monitor")
+    found = program.notes[key] = fastest(program, data, (by_size, second))
     return found

@@ -12,6 +12,7 @@ A guard must not keep anything alive: it holds identities, and weak references t
 import builtins
 import dis
 import functools
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -42,6 +43,17 @@ def _names(code: types.CodeType) -> Iterator[tuple[str, bool]]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names(constant)
+
+
+def _imported(code: types.CodeType) -> list[types.ModuleType]:
+    """The modules that a code object, or one nested in it, imports by their full names when it runs."""
+    found = [
+        sys.modules.get(str(instruction.argval))
+        for instruction in dis.get_instructions(code)
+        if instruction.opname == "IMPORT_NAME"
+    ]
+    nested = [_imported(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return [module for module in found if module is not None] + [module for modules in nested for module in modules]
 
 
 def _content(cell: types.CellType) -> Any:
@@ -113,7 +125,8 @@ class _Sites:
             inside = _leaves(list(map(_content, function.__closure__)), set())
             self.add_all(inside)
             self._add_trees(inside)
-        self._add_namespace(function.__globals__, [name for name, is_global in found if is_global], names)
+        pending = self._watch(function.__globals__, [name for name, is_global in found if is_global])
+        self._add_values([*pending, *_imported(function.__code__)], names)
         self.add_all(_leaves([function.__defaults__ or ()], set()))
         self.add_all((function.__kwdefaults__ or {}).values())
         for kind in self._kinds:
@@ -125,8 +138,7 @@ class _Sites:
             self.reads.append(functools.partial(map, namespace.get, found))
         return [namespace[name] for name in found if name in namespace]
 
-    def _add_namespace(self, namespace: dict[str, Any], globals_read: list[str], names: list[str]) -> None:
-        pending = self._watch(namespace, globals_read)
+    def _add_values(self, pending: list[Any], names: list[str]) -> None:
         for value in pending:  # grows: a module's attributes, named in the same code
             if isinstance(value, types.ModuleType):
                 if value.__name__.partition(".")[0] not in _LIBRARIES and id(value) not in self._seen:
@@ -253,6 +265,24 @@ def _leaves(values: Iterable[Any], seen: set[int]) -> list[Any]:
     return found
 
 
+def _look(container: Any, seen: set[int], found: list[Any], places: list[int]) -> None:
+    """Add what `_leaves` finds in one container, and where: keys of dicts, and positions of what is nested."""
+    if id(container) in seen:
+        return
+    seen.add(id(container))
+    keyed = isinstance(container, dict)
+    for place, value in container.items() if keyed else enumerate(container):
+        if isinstance(value, _CONTAINERS):
+            before = len(found)
+            _look(value, seen, found, places)
+            if len(found) > before:  # what holds counters alone has no place
+                places.append(hash(place))
+        elif type(value) is not int:
+            found.append(value)
+            if keyed:
+                places.append(hash(place))
+
+
 class Guard:
     """A snapshot of what some callables see; `holds()` compares it with what there is now."""
 
@@ -264,8 +294,8 @@ class Guard:
         self._reads = sites.reads
         self._containers: tuple[int, ...] = ()
         values = self._values()
-        self._containers = tuple(i for i, value in enumerate(values) if isinstance(value, _CONTAINERS) and value)
-        values += self._inside(values)
+        self._containers = tuple(i for i, value in enumerate(values) if isinstance(value, _CONTAINERS))
+        self._places = self._look_inside(values)
         self._keep = [self._hold(value) for value in values]
         self._identities = list(map(id, values))
 
@@ -277,8 +307,8 @@ class Guard:
             values = self._values()
         except (AttributeError, TypeError):  # a watched function, class or owner is gone
             return False
-        if self._containers:
-            values += self._inside(values)
+        if self._containers and self._look_inside(values) != self._places:
+            return False
         return self._identities == list(map(id, values))
 
     def _values(self) -> list[Any]:
@@ -287,10 +317,15 @@ class Guard:
             values += read()
         return values
 
-    def _inside(self, values: list[Any]) -> list[Any]:
-        """The leaves of the watched containers, in a fixed order."""
+    def _look_inside(self, values: list[Any]) -> list[int]:
+        """Add the leaves of the watched containers to the values, in a fixed order; returns where they are."""
         inside = [values[i] for i in self._containers if i < len(values)]
-        return _leaves([value for value in inside if isinstance(value, _CONTAINERS)], set())
+        places: list[int] = []
+        seen: set[int] = set()
+        for value in inside:
+            if isinstance(value, _CONTAINERS):
+                _look(value, seen, values, places)
+        return places
 
     def _hold(self, value: Any) -> Any:
         """Something that keeps this identity meaningful without keeping the object alive."""

@@ -339,18 +339,20 @@ class Linearization(Operator):
         except (RuntimeError, ValueError):
             return alive(who, product, data, flat)
 
-    def _many(self, who: str, tangents: tuple[Any, ...], chunk_size: int | None, memory_budget: int | None) -> Any:
+    def _many(
+        self, who: str, tangents: tuple[Any, ...], chunk_size: int | None, memory_budget: int | None, beside: int = 0
+    ) -> Any:
         limits = check_chunk_size(who, chunk_size), check_memory_budget(who, memory_budget)
         flat, count = self._program.inputs.flatten_batch(who, tangents)
-        outs = self._sweep("forward", who, flat, count, limits)
+        outs = self._sweep("forward", who, flat, count, limits, beside)
         return self._program.outputs.unflatten_with_zeros(who, outs, (count,))
 
     def _transpose_many(
-        self, who: str, cotangents: Any, chunk_size: int | None, memory_budget: int | None
+        self, who: str, cotangents: Any, chunk_size: int | None, memory_budget: int | None, beside: int = 0
     ) -> tuple[Any, ...]:
         limits = check_chunk_size(who, chunk_size), check_memory_budget(who, memory_budget)
         flat, count = self._program.outputs.flatten_batch(who, cotangents)
-        return self._program.inputs.unflatten(who, self._sweep("reverse", who, flat, count, limits))
+        return self._program.inputs.unflatten(who, self._sweep("reverse", who, flat, count, limits, beside))
 
     def _products(self, direction: str, who: str, batch: list[Any], count: int) -> list[Any]:
         return self._sweep(direction, who, batch, count, (None, None))
@@ -372,8 +374,9 @@ class Linearization(Operator):
         batch: list[Any],
         count: int,
         limits: tuple[int | None, int | None],
+        beside: int = 0,
     ) -> list[Any]:
-        """Products with every direction of a batch."""
+        """Products with every direction of a batch; `beside` are the bytes of what is returned with them."""
         data, batch = self._ready(batch)
         if direction == "reverse":
             self._need_reverse(who, data)
@@ -386,7 +389,7 @@ class Linearization(Operator):
         mapped = sweep if program.compiled else sweep_eagerly
 
         if _watch.active or _watch.here.state.call:
-            _watch.admit(_work_of_batch(program, direction, count, limit))
+            _watch.admit(_work_of_batch(program, direction, count, limit), beside)
 
         def run(data: Data, batch: list[Any]) -> list[Any]:
             like = [*data.point, *data.constants, *data.residuals, *batch]

@@ -260,8 +260,10 @@ def _products(
     if who == "jvp_many":
         vectors = _check_tuple(who, "tangents", vectors)
     linear_fn, aux = _transient(who, fun, primals, argnums, has_aux=has_aux, jit=jit)
+    program = linear_fn._program  # pyright: ignore[reportPrivateUsage]
+    beside = program.bytes_returned.aux if has_aux and isinstance(program, TracedProgram) else 0
     run = linear_fn._many if who == "jvp_many" else linear_fn._transpose_many  # pyright: ignore[reportPrivateUsage]
-    out = run(who, vectors, *limits)
+    out = run(who, vectors, *limits, beside)
     return (out, aux()) if has_aux else out
 
 

@@ -7,11 +7,11 @@ winner at all. With several processes, process 0 decides for all.
 import dataclasses
 import functools
 import statistics
+from collections.abc import Sequence
 
 import jax
 
-from linjac._choice import make_plan
-from linjac._plan import OTHER, JacobianPlan
+from linjac._plan import JacobianPlan
 from linjac._program import Data, Program, TracedProgram
 from linjac._sweeps import work
 from linjac._timing import Thunk, agreed, calls_in_sample, in_turns, seconds_of_call
@@ -21,12 +21,8 @@ SECONDS = 1.0  # for the rounds, not counting compilation
 HOPELESS = 8.0  # a first call this many times slower ends the comparison
 
 
-def fastest(who: str, program: Program, data: Data, by_size: JacobianPlan) -> JacobianPlan:
-    """The plan of the faster mode; the size rule's where only one is possible or none wins."""
-    other = OTHER[by_size.mode]
-    if other in dict(by_size.ruled_out):
-        return with_note(by_size, f"not measured: {other} is ruled out")
-    plans = [by_size, make_plan(who, program, data, by_size.options._replace(mode=other))]
+def fastest(program: Program, data: Data, plans: tuple[JacobianPlan, JacobianPlan]) -> JacobianPlan:
+    """The plan of the faster mode; the first one where none wins."""
     assert isinstance(program, TracedProgram)
     runs = [runner(program, data, plan) for plan in plans]
     firsts = [_first(run) for run in runs]
@@ -55,7 +51,7 @@ def _rounds(runs: list[Thunk], firsts: list[float]) -> list[list[float]]:
     return in_turns(runs, calls, rounds=ROUNDS, seconds=SECONDS, least=3)
 
 
-def _verdict(plans: list[JacobianPlan], times: list[list[float]]) -> JacobianPlan:
+def _verdict(plans: Sequence[JacobianPlan], times: list[list[float]]) -> JacobianPlan:
     ratios = sorted(mine / theirs for mine, theirs in zip(*times, strict=True))
     low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
     winner = agreed(1 if statistics.median(ratios) > 1.0 and not low <= 1.0 <= high else 0)

@@ -101,7 +101,7 @@ class Monitor:
         return self
 
     def stop(self) -> None:
-        """Turn it off; the counts stay. A call that has begun is still counted.
+        """Turn it off; the counts stay. A call that has begun is still counted, though not what it compiles afterwards.
 
         Raises:
             RuntimeError: It is not on.
@@ -186,5 +186,5 @@ def _listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
     if event != COMPILED or _watch.is_muted():
         return
     call = _watch.current()
-    for watcher in _watch.active:
+    for watcher in _watch.active if call is None else call.watchers:
         watcher.compiled(call, str(kwargs.get("fun_name", "")), duration_secs)

@@ -200,3 +200,8 @@ def _size(count: int) -> str:
     if count < 1 << 18:
         return f"{count / 1024:.0f} KiB"
     return f"{count / (1 << 20):.1f} MiB" if count < 1 << 30 else f"{count / (1 << 30):.1f} GiB"
+
+
+def work_of(plan: JacobianPlan) -> tuple[int, int, int, int]:
+    """Directions, sweeps, chunks and bytes of the result: what monitors are told."""
+    return plan.n if plan.mode == "fwd" else plan.m, plan.sweeps, plan.chunks, plan.result_bytes

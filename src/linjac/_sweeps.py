@@ -171,7 +171,10 @@ def parts_eagerly(program: Program, data: Data, recipe: Recipe) -> list[Any]:
     chunks = [
         rows(start, min(recipe.chunk_size, near.size - start)) for start in range(0, near.size, recipe.chunk_size)
     ]
-    whole = [jnp.concatenate(leaves) for leaves in zip(*chunks, strict=True)]
+    if len(chunks) > 1:
+        whole = [jnp.concatenate(leaves) for leaves in zip(*chunks, strict=True)]
+    else:  # new arrays: the rows of a linear function may be the very matrix that it holds
+        whole = [jnp.array(leaf) for leaf in chunks[0]]
     return [jnp.moveaxis(leaf, 0, -1) for leaf in whole] if recipe.direction == "forward" else whole
 
 

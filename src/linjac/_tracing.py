@@ -172,7 +172,7 @@ class _Signature:
         self.by_value: dict[Any, str] = {}  # by types, the error that said that fun needs values: op by op from then on
         self.warned = False
         self.guard: Guard | None = None
-        self.counted: set[Any] = set()
+        self.counted: set[Any] = set()  # types and context of each trace
         self.lock = threading.RLock()  # one thread traces, the others find what it traced
 
     def recall(self, call: Call) -> Traced | None:
@@ -223,8 +223,8 @@ class _Signature:
         statics = [leaf for leaf in call.layout.statics if callable(leaf)]
         self.guard = Guard(*call.target.watched(), *statics)
         types = _types(call)
-        if types not in self.counted:
-            self.counted.add(types)
+        if (types, _context()) not in self.counted:
+            self.counted.add((types, _context()))
             _count(call, types, has_aux=self.has_aux)
 
 
@@ -388,7 +388,7 @@ def _subject(target: Target) -> tuple[str, Any]:
 
 
 def _types(call: Call) -> tuple[Any, ...]:
-    return tuple((leaf.shape, str(leaf.dtype)) for leaf in call.traced)
+    return tuple((leaf.shape, str(leaf.dtype), getattr(leaf, "weak_type", False)) for leaf in call.traced)
 
 
 def _place(code: Any) -> str:
@@ -459,16 +459,20 @@ def trace(who: str, call: Call, *, has_aux: bool = False) -> Traced | ByValue:
     met = signature.by_value.get(_types(call)) if signature.by_value else None
     if met is not None:
         return ByValue(signature, code, met)
-    if (_watch.active or _watch.here.state.call) and _types(call) not in signature.counted:
-        entry.admit(who, call)
     try:
         with signature.lock:
+            known = signature.recall(call)  # another thread may have traced it meanwhile
+            if known is not None:
+                return known
+            if (_watch.active or _watch.here.state.call) and (_types(call), _context()) not in signature.counted:
+                entry.admit(who, call)
             traced = alive(who, signature.trace, call)
-        signature.remember(call, traced)
+            signature.remember(call, traced)
     except Exception as err:
         if not needs_values(err):
             raise
         if not in_trace(call.traced):  # there it is for an enclosing transformation to know values, or not
             signature.by_value[_types(call)] = type(err).__name__
+            signature.counted.add((_types(call), _context()))
         return ByValue(signature, code, type(err).__name__)
     return traced

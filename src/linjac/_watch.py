@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import jax
-import jax.core
 
-from linjac._tree import in_trace, inside_transformation
+from linjac._errors import LimitError
+from linjac._tree import inside_transformation
 
 _REMEMBERED = 10_000  # functions known to have been traced
 
@@ -49,9 +49,6 @@ class Watcher(Protocol):
         """The outermost call of a thread is over."""
 
 
-_concrete: set[type] = set()  # the classes of arrays that were seen, tracers apart
-
-
 class Call:
     """One public call on its way."""
 
@@ -65,22 +62,6 @@ class Call:
         self.work: Work | None = None
         self.traced = False  # in an enclosing jit, vmap or grad
         self.dispatch = self.completion = 0.0  # seconds
-
-
-def _is_traced(tree: Any) -> bool:
-    """Whether a result belongs to an enclosing transformation, by its first leaf: called at every watched call."""
-    while (kind := type(tree)) not in _concrete:
-        if kind is dict or kind is tuple or kind is list:
-            if not tree:
-                return False
-            tree = next(iter(tree.values())) if kind is dict else tree[0]
-        elif isinstance(tree, jax.core.Tracer):
-            return True
-        elif issubclass(kind, jax.Array):
-            _concrete.add(kind)
-        else:
-            return in_trace(jax.tree_util.tree_leaves(tree)[:1])
-    return False
 
 
 # which monitors are on ------------------------------------------------------------------------------------------------
@@ -148,7 +129,7 @@ def watched(
                     watcher.admit(entry, work)
         result = run(*args)
         call.dispatch = time.perf_counter() - start
-        call.traced = _is_traced(result)
+        call.traced = inside_transformation()
         for watcher in watchers:
             if watcher.completion and not call.traced:
                 jax.block_until_ready(result)
@@ -157,7 +138,7 @@ def watched(
     except BaseException as err:
         state.call = outer
         if outer is None:
-            call.traced = in_trace(jax.tree_util.tree_leaves(args)) or inside_transformation()
+            call.traced = inside_transformation()
             for watcher in watchers:
                 watcher.finished(call, None, err)
             call.given = call.look = None
@@ -195,15 +176,33 @@ def muted(run: Callable[..., Any], *args: Any) -> Any:
 
 
 # what is known only within --------------------------------------------------------------------------------------------
-def admit(work: Work) -> None:
-    """Tell what the call is about to do, before it is done; a monitor may refuse it."""
+def admit(work: Work, beside: int = 0) -> None:
+    """Tell what the call is about to do, before it is done; a monitor may refuse it.
+
+    `beside` are the bytes of what is returned beside the result of that work: a value, or aux.
+    """
     call = here.state.call
     if call is None:
         return
+    if beside:
+        work = (*work[:3], work[3] + beside)
     call.work = work
     for watcher in call.watchers:
         if watcher.limited:
             watcher.admit(call.entry, work)
+
+
+def would_refuse(work: Work) -> bool:
+    """Whether a monitor would refuse this."""
+    call = here.state.call
+    if call is None:
+        return False
+    for watcher in call.watchers:
+        try:
+            watcher.admit(call.entry, work)
+        except LimitError:
+            return True
+    return False
 
 
 def admit_signature(who: str, function: str, place: Any, known: int) -> None:
@@ -230,4 +229,7 @@ def name_of(fun: Any) -> str:
     """The name of a user's function; of its class where it has none."""
     while isinstance(fun, functools.partial):
         fun = fun.func
-    return getattr(fun, "__qualname__", None) or getattr(fun, "__name__", None) or type(fun).__qualname__
+    for name in (getattr(fun, "__qualname__", None), getattr(fun, "__name__", None)):
+        if isinstance(name, str) and name:
+            return name
+    return type(fun).__qualname__
