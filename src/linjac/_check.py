@@ -220,7 +220,7 @@ def _ladder(case: one.Case, *, held: bool) -> list[Step]:
         ("value", "value against fun called now", at(one.value)),
         ("products", "J v against jax.jvp", at(one.products)),
         ("products", "Jᵀ c against jax.vjp", at(one.transposed)),
-        ("precision", "J v against J v in float64", at(lambda case: precision(case.probe, case.push))),
+        ("precision", "J v against J v in float64", partial(precision, case.probe, case.push)),
         ("linearity", "L(0) = 0, L(-v) = -L(v), L(u + v) = L(u) + L(v)", at(one.linearity)),
         (
             "finite differences",

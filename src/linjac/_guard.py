@@ -32,28 +32,22 @@ def _package(value: Any) -> str:
     return str(name).partition(".")[0]
 
 
-_READS_GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
+_KINDS = {
+    "LOAD_GLOBAL": "global",
+    "LOAD_NAME": "global",
+    "LOAD_FROM_DICT_OR_GLOBALS": "global",
+    "IMPORT_NAME": "module",
+}
 
 
-def _names(code: types.CodeType) -> Iterator[tuple[str, bool]]:
-    """Every name in a code object and in those nested in it, and whether it is read as a global (or an attribute)."""
+def _names(code: types.CodeType) -> Iterator[tuple[str, str]]:
+    """Every name in a code object and in those nested in it, and whether it is a global, a module or an attribute."""
     for instruction in dis.get_instructions(code):
         if instruction.opcode in dis.hasname:
-            yield str(instruction.argval), instruction.opname in _READS_GLOBAL
+            yield str(instruction.argval), _KINDS.get(instruction.opname, "attribute")
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names(constant)
-
-
-def _imported(code: types.CodeType) -> list[types.ModuleType]:
-    """The modules that a code object, or one nested in it, imports by their full names when it runs."""
-    found = [
-        sys.modules.get(str(instruction.argval))
-        for instruction in dis.get_instructions(code)
-        if instruction.opname == "IMPORT_NAME"
-    ]
-    nested = [_imported(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return [module for module in found if module is not None] + [module for modules in nested for module in modules]
 
 
 def _content(cell: types.CellType) -> Any:
@@ -118,15 +112,16 @@ class _Sites:
         self.home = self.home or _package(function)
         self.reads.append(functools.partial(_rules, weakref.ref(function)))
         found = dict.fromkeys(_names(function.__code__))
-        names = [name for name, is_global in found if not is_global]  # of attributes
+        names = [name for name, kind in found if kind == "attribute"]
         self._names.update(dict.fromkeys(names))
         if function.__closure__:
             self.reads.append(functools.partial(_cells, weakref.ref(function)))
             inside = _leaves(list(map(_content, function.__closure__)), set())
             self.add_all(inside)
             self._add_trees(inside)
-        pending = self._watch(function.__globals__, [name for name, is_global in found if is_global])
-        self._add_values([*pending, *_imported(function.__code__)], names)
+        pending = self._watch(function.__globals__, [name for name, kind in found if kind == "global"])
+        pending += [sys.modules[name] for name, kind in found if kind == "module" and name in sys.modules]
+        self._add_values(pending, names)
         self.add_all(_leaves([function.__defaults__ or ()], set()))
         self.add_all((function.__kwdefaults__ or {}).values())
         for kind in self._kinds:

@@ -302,7 +302,7 @@ class Differentiated:
         traced = self.trace(call)
         if not isinstance(traced, Traced):
             done, plan = self._run_eagerly(call, traced)
-            if _watch.active or _watch.here.state.call:
+            if _watch.here.state.call:
                 total = done.output.value.total
                 beside = [*(done.outs[:total] if value else []), *done.outs[total:]]
                 admit(plan, sum(map(bytes_of, beside)))
@@ -315,7 +315,7 @@ class Differentiated:
             return self._done(assemble(self.who, plan, found), done.output, done.outs)
         wanted = value or self.options.has_aux
         ready = traced.program.notes.get((self.key, wanted)) or self._ready(traced, wanted)
-        if _watch.active or _watch.here.state.call:
+        if _watch.here.state.call:
             sizes = traced.program.bytes_returned
             admit(ready.plan, sizes.value * value + sizes.aux * self.options.has_aux)
         try:

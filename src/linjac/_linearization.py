@@ -165,7 +165,7 @@ class Linearization(Operator):
         options = Options(word, layout, chunk_size, budget, holomorphic, allow_int, hold=True, single=single)
         data, _ = self._ready([])
         plan = decide(who, self._program, data, options, repeated)
-        if _watch.active or _watch.here.state.call:
+        if _watch.here.state.call:
             admit(plan)
         return assemble(who, plan, alive(who, self._pieces, plan, data))
 
@@ -388,7 +388,7 @@ class Linearization(Operator):
         ends = (program.inputs, program.outputs) if direction == "forward" else (program.outputs, program.inputs)
         mapped = sweep if program.compiled else sweep_eagerly
 
-        if _watch.active or _watch.here.state.call:
+        if _watch.here.state.call:
             _watch.admit(_work_of_batch(program, direction, count, limit), beside)
 
         def run(data: Data, batch: list[Any]) -> list[Any]:

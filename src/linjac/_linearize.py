@@ -326,7 +326,7 @@ def _linearize(
     if not value:  # of use for products alone; aux is computed when it is asked for
         return None, Linearization(everything, program, RECOMPUTE), lambda: output.rebuild_aux(evaluate())
     chosen = _choose(who, program, strategy, budget, point)
-    if _watch.active or _watch.here.state.call:
+    if _watch.here.state.call:
         _watch.admit(_work_of_linearization(program, chosen))
     outs: list[Any]
     if chosen == STORED:

@@ -172,7 +172,7 @@ class _Signature:
         self.by_value: dict[Any, str] = {}  # by types, the error that said that fun needs values: op by op from then on
         self.warned = False
         self.guard: Guard | None = None
-        self.counted: set[Any] = set()  # types and context of each trace
+        self.counted: set[Any] = set()  # the kind of each trace
         self.lock = threading.RLock()  # one thread traces, the others find what it traced
 
     def recall(self, call: Call) -> Traced | None:
@@ -222,10 +222,9 @@ class _Signature:
         """Guard what was just traced: after the trace, which may itself have written to what it reads."""
         statics = [leaf for leaf in call.layout.statics if callable(leaf)]
         self.guard = Guard(*call.target.watched(), *statics)
-        types = _types(call)
-        if (types, _context()) not in self.counted:
-            self.counted.add((types, _context()))
-            _count(call, types, has_aux=self.has_aux)
+        if _kind(call) not in self.counted:
+            self.counted.add(_kind(call))
+            _count(call, has_aux=self.has_aux)
 
 
 def _key(call: Call) -> tuple[Any, ...]:
@@ -391,11 +390,16 @@ def _types(call: Call) -> tuple[Any, ...]:
     return tuple((leaf.shape, str(leaf.dtype), getattr(leaf, "weak_type", False)) for leaf in call.traced)
 
 
+def _kind(call: Call) -> tuple[Any, ...]:
+    """What one trace of a signature serves: types and context."""
+    return _types(call), _context()
+
+
 def _place(code: Any) -> str:
     return f"{code.co_filename}:{code.co_firstlineno}"
 
 
-def _count(call: Call, types: tuple[Any, ...], *, has_aux: bool) -> None:
+def _count(call: Call, *, has_aux: bool) -> None:
     """Count the traces of one code location at one signature; warn, once, when they repeat."""
     code = _code(call.target)
     abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in call.traced)
@@ -403,9 +407,9 @@ def _count(call: Call, types: tuple[Any, ...], *, has_aux: bool) -> None:
         return
     tree, argnums, statics = call.key
     anchor = call.target.anchor  # what wraps the code, and the context, make another function of it
-    wrapped = (type(anchor), hash(getattr(anchor, "__code__", None)), has_aux, _context())
+    wrapped = (type(anchor), hash(getattr(anchor, "__code__", None)), has_aux)
     loose = tuple((place, kind, None if kind is int or callable(leaf) else leaf) for place, kind, leaf in statics)
-    key = (code.co_filename, code.co_firstlineno, hash(code), wrapped, hash((tree, argnums, loose, types)))
+    key = (code.co_filename, code.co_firstlineno, hash(code), wrapped, hash((tree, argnums, loose, _kind(call))))
     with _lock:
         if len(_traces) > _REMEMBERED:
             _traces.clear()
@@ -464,7 +468,7 @@ def trace(who: str, call: Call, *, has_aux: bool = False) -> Traced | ByValue:
             known = signature.recall(call)  # another thread may have traced it meanwhile
             if known is not None:
                 return known
-            if (_watch.active or _watch.here.state.call) and (_types(call), _context()) not in signature.counted:
+            if (_watch.active or _watch.here.state.call) and _kind(call) not in signature.counted:
                 entry.admit(who, call)
             traced = alive(who, signature.trace, call)
             signature.remember(call, traced)
@@ -473,6 +477,6 @@ def trace(who: str, call: Call, *, has_aux: bool = False) -> Traced | ByValue:
             raise
         if not in_trace(call.traced):  # there it is for an enclosing transformation to know values, or not
             signature.by_value[_types(call)] = type(err).__name__
-            signature.counted.add((_types(call), _context()))
+            signature.counted.add(_kind(call))
         return ByValue(signature, code, type(err).__name__)
     return traced
